@@ -1,0 +1,148 @@
+"""Central types that cross room borders, and the dimension legend. Standard library only.
+
+Knows nothing about tensors, files, models or options; every other room imports it.
+
+Dimension legend, used as suffixes of tensor names in the whole repository:
+
+    B rows in the static batch     T query tokens in this forward    S cache slots, or keys per row
+    K draft block positions        N tree nodes incl. root           M candidates per position
+    W mask words of 32 bits        P pages per slot                  D model width
+    H query heads                  G kv heads                        E head width
+    F mlp width                    L layers                          C tapped layers * D
+    V vocabulary                   O output tokens per slot          X cells of a cache plane
+    R prompts of a refill          Q query tokens per row
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+FinishReason = Literal["stop", "length"]
+
+RejectCode = Literal[
+    "bad_json",
+    "missing_field",
+    "wrong_type",
+    "empty_prompt",
+    "bad_text",
+    "template_error",
+    "prompt_too_long",
+    "token_out_of_range",
+    "bad_sampling",
+    "unsupported_content",
+    "nan_logits",
+]
+
+
+class ExitCode:
+    """Process exit codes of `python -m ddbatch` (a public contract)."""
+
+    DONE = 0
+    BUG = 1
+    USAGE = 2
+    TOO_MANY_REJECTED = 3
+    ENGINE = 4
+    STOPPED = 75
+    STOPPED_TWICE = 130
+
+
+class Key(NamedTuple):
+    """Identity of one output row: position in the input, assistant turn, sample number."""
+
+    row_id: int
+    turn: int
+    sample: int
+
+
+@dataclass(frozen=True)
+class ShapePlan:
+    """Fixed shapes of one round.
+
+    rows: lanes of the static batch. nodes: N = budget + 1 verified tokens a row (1 = plain decoding).
+    block: the drafter's block size K (1 without a drafter). draft_depth: block positions that get
+    candidates. topk: candidates M per position.
+    """
+
+    rows: int
+    nodes: int
+    block: int
+    draft_depth: int
+    topk: int
+
+
+@dataclass(frozen=True)
+class CachePlan:
+    """Sizes of the cache pool: `slots` sequences, `pages` pages of `page` tokens, `max_len` a slot."""
+
+    slots: int
+    pages: int
+    page: int
+    max_len: int
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A contiguous range of row_ids; may span files."""
+
+    index: int
+    first_row_id: int
+    num_rows: int
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One input row that can be rendered: exactly one of messages_json, text, token_ids is set.
+
+    JSON strings hold nested values untouched: messages_json a list of chat messages, tools_json a
+    list of tools, kept_json the columns of data.keep_columns, raw_json the whole input row.
+    """
+
+    key: Key
+    user_id: str | None = None
+    messages_json: str | None = None
+    text: str | None = None
+    token_ids: tuple[int, ...] | None = None
+    tools_json: str | None = None
+    kept_json: str | None = None
+    raw_json: str = ""
+
+
+@dataclass(frozen=True)
+class TokenPrompt:
+    """What the engine decodes: ids of one prompt and the cap in force for it."""
+
+    key: Key
+    token_ids: tuple[int, ...]
+    max_new_tokens: int
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What the engine made of one TokenPrompt.
+
+    token_ids include the stop token when finish_reason is "stop". accepted: drafted tokens kept per
+    round, bonus excluded. depth: deepest node offered per round. drafted: tree nodes offered in every
+    round (the budget in force). seconds: from admission to the last round.
+    """
+
+    key: Key
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    stop_token_id: int | None
+    accepted: tuple[int, ...]
+    depth: tuple[int, ...]
+    drafted: int
+    seconds: float
+    slot: int
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """A row that could not run: it keeps its key, the reason, and one code of a closed list."""
+
+    key: Key
+    code: RejectCode
+    reason: str
+    user_id: str | None = None
+    raw_json: str = ""

@@ -1,0 +1,1 @@
+"""Prompts in, completions out. Knows nothing about torch, models or the engine."""

@@ -1,0 +1,1 @@
+"""The static-batch engine. Knows nothing about text, files or options."""

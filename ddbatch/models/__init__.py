@@ -1,0 +1,1 @@
+"""Model families read from Hugging Face folders. Knows nothing about rows, trees or files of prompts."""
