@@ -1,0 +1,76 @@
+"""Plan shapes: the only place where sizes of a round and of the cache are decided.
+
+Knows nothing about tensors, models or text.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from ddbatch.core import CachePlan, ShapePlan
+from ddbatch_kernels.build_tree import tree_capacity
+
+Method = Literal["ddtree", "chain", "autoregressive"]
+
+AUTO_BUDGET = 16  # as wide a verify as the usual block, and already ahead of the chain
+AUTO_ROWS = {"cpu": 8, "cuda": 32}
+AUTO_PAGE_CUDA = 64  # the key tile of the attention kernels
+MAX_TOPK = 64
+# Prompt tokens in one prefill call: long enough to keep the matrix units busy, short enough for its
+# [T, T] mask and scores.
+PREFILL_TOKENS = 512
+
+
+def choose_method(method: str, budget: int | None, has_drafter: bool) -> Method:
+    """What engine.method means for this run; None stands for auto in every option of this file."""
+    if budget == 0 or (method == "auto" and not has_drafter):
+        return "autoregressive"
+    if method == "auto":
+        return "ddtree"
+    names: dict[str, Method] = {
+        "ddtree": "ddtree", "chain": "chain", "autoregressive": "autoregressive"}
+    return names[method]
+
+
+def plan_shapes(
+    method: Method, *, budget: int | None, topk: int | None, rows: int | None, block: int,
+    vocab: int, gemm_limit: int | None, device: str,
+) -> ShapePlan:
+    """Shapes of one round. block: the drafter's block size (unused for autoregressive).
+
+    A budget beyond what a tree of this depth and branching can hold is cut to it. ValueError where
+    rows x nodes exceeds gemm_limit.
+    """
+    rows = AUTO_ROWS[device] if rows is None else rows
+    if method == "autoregressive":
+        plan = ShapePlan(rows=rows, nodes=1, block=1, draft_depth=0, topk=0)
+    else:
+        depth = block - 1
+        if method == "chain":  # the top-1 path is the tree with one candidate a position
+            budget, topk = min(budget or depth, depth), 1
+        else:
+            budget = AUTO_BUDGET if budget is None else budget
+            topk = min(budget, MAX_TOPK) if topk is None else topk
+        depth, topk = min(depth, budget), min(topk, budget, vocab)
+        budget = tree_capacity(depth, topk, budget)
+        plan = ShapePlan(rows=rows, nodes=budget + 1, block=block, draft_depth=depth, topk=topk)
+    if gemm_limit is not None and plan.rows * plan.nodes > gemm_limit:
+        raise ValueError(
+            f"engine.rows={plan.rows} x (engine.budget={plan.nodes - 1} + 1) = "
+            f"{plan.rows * plan.nodes} tokens exceed engine.gemm_limit={gemm_limit}; allowed: at most "
+            f"{gemm_limit // plan.nodes} rows for this budget")
+    return plan
+
+
+def plan_cache(rows: int, *, max_len: int, page: int | None, device: str) -> CachePlan:
+    """Cache pool for `rows` live sequences and as many ready ones, so that a finished row never waits.
+
+    page None: contiguous slots on the CPU, the kernels' key tile on CUDA. max_len is rounded up to
+    whole pages.
+    """
+    if page is None:
+        page = max_len if device == "cpu" else AUTO_PAGE_CUDA
+    pages_per_slot = -(-max_len // page)
+    slots = 2 * rows
+    return CachePlan(slots=slots, pages=slots * pages_per_slot, page=page,
+                     max_len=pages_per_slot * page)

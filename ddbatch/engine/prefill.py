@@ -1,0 +1,125 @@
+"""Prefill: run prompts through the target, a fixed number of tokens a call, and make their slots ready.
+
+Prompts are packed: short ones share a call, a long one takes several. A prompt's first output token is
+drawn here. Knows nothing about rows: slots wait in the ready ring.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ddbatch.core import TokenPrompt
+from ddbatch.engine.admit import push_ready
+from ddbatch.engine.commit import append_context, write_cells
+from ddbatch.engine.state import Finish, RoundState, cell_of, is_stop, visible_keys
+from ddbatch.models.dflash import DFlash
+from ddbatch.models.layers import Planes
+from ddbatch.models.llama import Llama
+
+
+class Placed(NamedTuple):
+    """A prompt and the slot that was reserved for it."""
+
+    slot: int
+    prompt: TokenPrompt
+
+
+class Piece(NamedTuple):
+    """Tokens start..stop of a prompt, in one call."""
+
+    placed: Placed
+    start: int
+    stop: int
+
+    @property
+    def is_last(self) -> bool:
+        return self.stop == len(self.placed.prompt.token_ids)
+
+
+def pack(placed: list[Placed], tokens_per_call: int) -> Iterator[list[Piece]]:
+    """Cut prompts into calls of at most tokens_per_call tokens, in order.
+
+    Only the first piece of a call can continue a prompt.
+    """
+    call: list[Piece] = []
+    room = tokens_per_call
+    for item in placed:
+        start, length = 0, len(item.prompt.token_ids)
+        while start < length:
+            stop = min(length, start + room)
+            call.append(Piece(item, start, stop))
+            room -= stop - start
+            start = stop
+            if not room:
+                yield call
+                call, room = [], tokens_per_call
+    if call:
+        yield call
+
+
+def load(
+    target: Llama, drafter: DFlash | None, state: RoundState, placed: list[Placed],
+    tokens_per_call: int,
+) -> None:
+    """Reset the slots, fill their caches from the prompts, draw first tokens, queue the live ones."""
+    device = state.slot_B.device
+    slot_R = torch.tensor([item.slot for item in placed], device=device)
+    caps = [item.prompt.max_new_tokens for item in placed]
+    for tensor in (state.output_SO, state.accepted_SO, state.depth_SO, state.num_rounds_S,
+                   state.num_out_S, state.finish_S, state.length_S, state.anchor_S):
+        tensor[slot_R] = 0
+    state.cap_S[slot_R] = torch.tensor(caps, device=device)
+    for pieces in pack(placed, tokens_per_call):
+        _prefill_call(target, drafter, state, pieces)
+
+
+def _prefill_call(
+    target: Llama, drafter: DFlash | None, state: RoundState, pieces: list[Piece]
+) -> None:
+    device = state.slot_B.device
+    ids = [token for piece in pieces
+           for token in piece.placed.prompt.token_ids[piece.start : piece.stop]]
+    slots = [piece.placed.slot for piece in pieces for _ in range(piece.start, piece.stop)]
+    places = [pos for piece in pieces for pos in range(piece.start, piece.stop)]
+    token_T, slot_T, pos_T = torch.tensor([ids, slots, places], device=device)
+
+    first = pieces[0]
+    before_S = torch.arange(first.start, device=device)
+    addr_S = cell_of(state, torch.full_like(before_S, first.placed.slot), before_S)
+    is_own_T = slot_T == first.placed.slot
+    is_visible_TT = (slot_T[:, None] == slot_T) & (pos_T[:, None] >= pos_T)
+    is_visible_TZ = torch.cat((is_own_T[:, None].expand(-1, first.start), is_visible_TT), dim=1)
+    keys = visible_keys(addr_S[None], is_visible_TZ[None], state.scratch.k_LXGE.dtype)
+    tap_layers = () if drafter is None else drafter.dims.tap_layers
+    out = target(token_T, pos_T, state.target_cache, state.scratch, keys, tap_layers)
+    cell_T = cell_of(state, slot_T, pos_T)
+    write_cells(state.target_cache, cell_T,
+                Planes(*(plane[:, : len(ids)] for plane in state.scratch)))
+    if drafter is not None:
+        append_context(drafter, state, out.feature_TC, pos_T, cell_T)
+
+    ends = [piece for piece in pieces if piece.is_last]
+    if ends:
+        sizes = torch.tensor([piece.stop - piece.start for piece in pieces])
+        last = (sizes.cumsum(0) - 1)[[piece.is_last for piece in pieces]].to(device)
+        _first_token(state, ends, target.logits(out.hidden_TD[last]))
+
+
+def _first_token(state: RoundState, ends: list[Piece], logits_RV: Tensor) -> None:
+    device = state.slot_B.device
+    slot_R = torch.tensor([piece.placed.slot for piece in ends], device=device)
+    best = logits_RV.max(dim=-1)
+    token_R = best.indices
+    finish_R = torch.where(state.cap_S[slot_R] == 1, int(Finish.LENGTH), int(Finish.LIVE))
+    finish_R = torch.where(is_stop(state, token_R), int(Finish.STOP), finish_R)
+    finish_R = torch.where(best.values.isfinite(), finish_R, int(Finish.NAN_LOGITS))
+    state.length_S[slot_R] = torch.tensor([piece.stop for piece in ends], device=device)
+    state.anchor_S[slot_R] = token_R
+    state.output_SO[slot_R, 0] = token_R
+    state.num_out_S[slot_R] = 1
+    state.finish_S[slot_R] = finish_R
+    push_ready(state, slot_R, finish_R == int(Finish.LIVE))

@@ -1,0 +1,22 @@
+"""One round: admit -> draft -> build -> verify -> accept -> commit, for all rows at once."""
+
+from ddbatch.engine.accept import accept
+from ddbatch.engine.admit import admit
+from ddbatch.engine.build import build
+from ddbatch.engine.commit import commit
+from ddbatch.engine.draft import draft
+from ddbatch.engine.state import RoundState
+from ddbatch.engine.verify import verify
+from ddbatch.models.dflash import DFlash
+from ddbatch.models.llama import Llama
+
+
+def run_round(target: Llama, drafter: DFlash | None, state: RoundState) -> None:
+    """Advance every live row by at least one token. Plain decoding is the round without a drafter."""
+    admit(state)
+    if drafter is not None:
+        draft(target, drafter, state)
+    build(state)
+    verify(target, state, () if drafter is None else drafter.dims.tap_layers)
+    accept(state)
+    commit(drafter, state)

@@ -1,0 +1,139 @@
+"""Layers that every family shares. Plain PyTorch; sizes come from ModelDims, letters from ddbatch.core.
+
+Knows nothing about checkpoints, rows or trees: tokens are a flat list with positions, and a forward
+is told which cached keys exist (addresses) and which keys each query may see (a mask).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ddbatch.models.dims import ModelDims, Rope
+from ddbatch_kernels.attention import attention
+
+
+class Planes(NamedTuple):
+    """Keys and values of all layers, [L, X, G, E] each, X = cells of a cache or tokens of a scratch."""
+
+    k_LXGE: Tensor
+    v_LXGE: Tensor
+
+
+class VisibleKeys(NamedTuple):
+    """Which keys a forward of B rows x Q tokens attends to.
+
+    addr_BS: int64 cells of the cache planes, the row's committed prefix (any order, padding allowed).
+    bias_BQZ: additive mask over [the S cached keys, the Q keys of this forward], Z = S + Q;
+    0 where visible, -inf elsewhere. A query must see at least one key.
+    """
+
+    addr_BS: Tensor
+    bias_BQZ: Tensor
+
+
+def frozen(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+    """An uninitialised weight: every element is written by the loader, or the load fails."""
+    return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
+
+
+class RmsNorm(nn.Module):
+    """y = x / sqrt(mean(x^2) + eps) * weight over the last dimension, inner maths in float32."""
+
+    def __init__(self, width: int, eps: float, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.weight = frozen(width, dtype=dtype, device=device)
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class Linear(nn.Module):
+    """y = x W^T without bias; weight [out, in]."""
+
+    def __init__(self, fan_in: int, fan_out: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.weight = frozen(fan_out, fan_in, dtype=dtype, device=device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight)
+
+
+def linear_float32(x_TD: Tensor, weight_VD: Tensor) -> Tensor:
+    """x W^T accumulated and stored in float32 [T, V], so that no score is rounded before a draw."""
+    if x_TD.dtype == torch.float32:
+        return F.linear(x_TD, weight_VD)
+    if x_TD.is_cuda:
+        return torch.mm(x_TD, weight_VD.t(), out_dtype=torch.float32)
+    return F.linear(x_TD.float(), weight_VD.float())
+
+
+class GatedMlp(nn.Module):
+    """down(silu(gate(x)) * up(x)); gate and up are one matrix, so that they are one launch."""
+
+    def __init__(self, dims: ModelDims, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.mlp_width = dims.mlp_width
+        self.gate_up = Linear(dims.width, 2 * dims.mlp_width, dtype, device)
+        self.down = Linear(dims.mlp_width, dims.width, dtype, device)
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        gate_TF, up_TF = self.gate_up(x_TD).split(self.mlp_width, dim=-1)
+        down_TD: Tensor = self.down(F.silu(gate_TF) * up_TF)
+        return down_TD
+
+
+def rope_frequencies(rope: Rope, head_width: int) -> Tensor:
+    """Inverse frequencies [E / 2] in float32 on the CPU.
+
+    Plain: theta^(-2i/E) (RoFormer). llama3: wavelengths beyond original / low_freq_factor are stretched
+    by `factor`, those below original / high_freq_factor are kept, and the band between is blended
+    linearly in original / wavelength (Llama 3.1).
+    """
+    freq_E = 1.0 / rope.theta ** (torch.arange(0, head_width, 2, dtype=torch.int64).float()
+                                  / head_width)
+    scaling = rope.llama3
+    if scaling is None:
+        return freq_E
+    turns_E = scaling.original_max_positions * freq_E / (2 * math.pi)
+    keep_E = (turns_E - scaling.low_freq_factor) / (
+        scaling.high_freq_factor - scaling.low_freq_factor)
+    keep_E = keep_E.clamp(0.0, 1.0)
+    return keep_E * freq_E + (1 - keep_E) * freq_E / scaling.factor
+
+
+def rope_table(rope: Rope, head_width: int, num_positions: int, device: torch.device) -> Tensor:
+    """cos and sin for positions 0..num_positions-1: [num_positions, 2, E] float32, halves repeated."""
+    angle = torch.outer(torch.arange(num_positions, dtype=torch.float32),
+                        rope_frequencies(rope, head_width))
+    angle = torch.cat((angle, angle), dim=-1)
+    return torch.stack((angle.cos(), angle.sin()), dim=1).to(device)
+
+
+def apply_rope(x_THE: Tensor, rope_T2E: Tensor) -> Tensor:
+    """Rotate (first half, second half) pairs of each head by its token's angles, in float32."""
+    cos_T1E, sin_T1E = rope_T2E[:, :1], rope_T2E[:, 1:]
+    x = x_THE.float()
+    first, second = x.chunk(2, dim=-1)
+    turned = torch.cat((-second, first), dim=-1)
+    return (x * cos_T1E + turned * sin_T1E).to(x_THE.dtype)
+
+
+def attend(
+    q_THE: Tensor, k_TGE: Tensor, v_TGE: Tensor, cache: Planes, layer: int, keys: VisibleKeys
+) -> Tensor:
+    """Attention of B x Q flat tokens (T = B Q) over cached keys and their own; [T, H * E]."""
+    rows, num_queries = keys.bias_BQZ.shape[:2]
+    out_BQHE = attention(
+        q_THE.unflatten(0, (rows, num_queries)),
+        k_TGE.unflatten(0, (rows, num_queries)),
+        v_TGE.unflatten(0, (rows, num_queries)),
+        cache.k_LXGE[layer], cache.v_LXGE[layer], keys.addr_BS, keys.bias_BQZ,
+        scale=q_THE.shape[-1] ** -0.5,
+    )
+    return out_BQHE.flatten(2).flatten(0, 1)
