@@ -59,9 +59,9 @@ class Key(NamedTuple):
 class ShapePlan:
     """Fixed shapes of one round.
 
-    rows: lanes of the static batch. nodes: N = budget + 1 verified tokens a row (1 = plain decoding).
-    block: the drafter's block size K (1 without a drafter). draft_depth: block positions that get
-    candidates. topk: candidates M per position.
+    rows: lanes of the static batch. nodes: N = budget + 1 verified tokens a row (1 = plain
+    decoding). block: the drafter's block size K (1 without a drafter). draft_depth: block positions
+    that get candidates. topk: candidates M per position.
     """
 
     rows: int
@@ -73,7 +73,7 @@ class ShapePlan:
 
 @dataclass(frozen=True)
 class CachePlan:
-    """Sizes of the cache pool: `slots` sequences, `pages` pages of `page` tokens, `max_len` a slot."""
+    """The cache pool: `slots` sequences, `pages` pages of `page` tokens, `max_len` a slot."""
 
     slots: int
     pages: int
@@ -122,8 +122,8 @@ class Completion:
     """What the engine made of one TokenPrompt.
 
     token_ids include the stop token when finish_reason is "stop". accepted: drafted tokens kept per
-    round, bonus excluded. depth: deepest node offered per round. drafted: tree nodes offered in every
-    round (the budget in force). seconds: from admission to the last round.
+    round, bonus excluded. depth: deepest node offered per round. drafted: tree nodes offered in
+    every round (the budget in force). seconds: from admission to the last round.
     """
 
     key: Key

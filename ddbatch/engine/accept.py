@@ -1,5 +1,5 @@
-"""Accept stage: walk each row's tree along the target's choices, and decide in token order where the
-row ends.
+"""Accept stage: walk each row's tree along the target's choices, and decide in token order where
+the row ends.
 
 In: tree, choice_BN, caps. Out: path_BK, num_accepted_B, emitted_BK, num_emitted_B, finish_B. Knows
 nothing about caches.
@@ -14,8 +14,14 @@ from ddbatch_kernels.accept_tree import accept_tree
 def accept(state: RoundState) -> None:
     """Emit the accepted tokens and the bonus, cut after the first stop token and at the cap."""
     tree, plan = state.tree, state.plan
-    found = accept_tree(tree.token_BN, tree.parent_BN, tree.depth_BN, tree.ancestor_BNW,
-                        state.choice_BN, max_depth=plan.draft_depth)
+    found = accept_tree(
+        tree.token_BN,
+        tree.parent_BN,
+        tree.depth_BN,
+        tree.ancestor_BNW,
+        state.choice_BN,
+        max_depth=plan.draft_depth,
+    )
     room_B = state.cap_S[state.slot_B] - state.num_out_S[state.slot_B]
     num_emitted_B = torch.minimum(found.num_accepted_B + 1, room_B)
     place_K = torch.arange(plan.draft_depth + 1, device=room_B.device)

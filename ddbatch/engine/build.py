@@ -8,7 +8,7 @@ from ddbatch_kernels.build_tree import build_tree
 
 
 def build(state: RoundState) -> None:
-    """Write the tree: the anchor, and with a drafter the most probable prefixes under its scores."""
+    """Write the tree: the anchor, then the most probable prefixes under the drafter's scores."""
     tree, plan = state.tree, state.plan
     tree.token_BN[:, 0] = state.anchor_S[state.slot_B]
     if plan.nodes == 1:

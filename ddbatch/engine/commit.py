@@ -3,9 +3,9 @@
 In: path_BK, emitted_BK, num_emitted_B, finish_B, scratch, feature_TC. Out: both caches, lengths,
 anchors, outputs, histories; finished rows become inert. Knows nothing about how tokens were chosen.
 
-As many keys are committed as tokens were emitted: the anchor's and those of all emitted tokens but the
-last, which becomes the next anchor. The drafter's context grows here too, in the same step and from the
-same path, so its length can never part from the target's.
+As many keys are committed as tokens were emitted: the anchor's and those of all emitted tokens but
+the last, which becomes the next anchor. The drafter's context grows here too, in the same step and
+from the same path, so its length can never part from the target's.
 """
 
 import torch
@@ -25,14 +25,20 @@ def commit(drafter: DFlash | None, state: RoundState) -> None:
     is_kept_BK = place_K < count_B[:, None]
     pos_BK = length_B[:, None] + place_K
     safe_pos_BK = torch.where(is_kept_BK, pos_BK, 0)
-    cell_BK = torch.where(is_kept_BK, cell_of(state, slot_B[:, None], safe_pos_BK), state.trash_cell)
+    cell_BK = torch.where(
+        is_kept_BK, cell_of(state, slot_B[:, None], safe_pos_BK), state.trash_cell
+    )
     row_B = torch.arange(B, device=slot_B.device)
     node_T = (row_B[:, None] * N + state.path_BK).flatten()
-    write_cells(state.target_cache, cell_BK.flatten(),
-                Planes(*(plane[:, node_T] for plane in state.scratch)))
+    write_cells(
+        state.target_cache,
+        cell_BK.flatten(),
+        Planes(*(plane[:, node_T] for plane in state.scratch)),
+    )
     if drafter is not None:
-        append_context(drafter, state, state.feature_TC[node_T], safe_pos_BK.flatten(),
-                       cell_BK.flatten())
+        append_context(
+            drafter, state, state.feature_TC[node_T], safe_pos_BK.flatten(), cell_BK.flatten()
+        )
     _record(state, slot_B, count_B, is_kept_BK, place_K)
     state.length_S[slot_B] = length_B + count_B
     state.finish_S[slot_B] = state.finish_B
@@ -57,7 +63,9 @@ def write_cells(cache: Planes, cell_T: Tensor, new: Planes) -> None:
 def _record(
     state: RoundState, slot_B: Tensor, count_B: Tensor, is_kept_BK: Tensor, place_K: Tensor
 ) -> None:
-    """Outputs, anchors and histories. What is not kept goes to nobody's slot, where it does no harm."""
+    """Outputs, anchors and histories. What is not kept goes to nobody's slot, where it does no
+    harm.
+    """
     num_out_B = state.num_out_S[slot_B]
     home_BK = torch.where(is_kept_BK, slot_B[:, None], state.nobody)
     place_BK = torch.where(is_kept_BK, num_out_B[:, None] + place_K, 0)

@@ -1,7 +1,7 @@
 """The engine: prompts in, completions out, over a static batch with refill from the first commit.
 
-Three doors join host and device: load (prefill), poll and collect. Knows nothing about text, files or
-options.
+Three doors join host and device: load (prefill), poll and collect. Knows nothing about text, files
+or options.
 """
 
 from __future__ import annotations
@@ -52,8 +52,14 @@ class Engine:
     """
 
     def __init__(
-        self, target: Llama, drafter: DFlash | None, plan: ShapePlan, cache_plan: CachePlan, *,
-        max_new_tokens: int, stop_token_ids: tuple[int, ...],
+        self,
+        target: Llama,
+        drafter: DFlash | None,
+        plan: ShapePlan,
+        cache_plan: CachePlan,
+        *,
+        max_new_tokens: int,
+        stop_token_ids: tuple[int, ...],
         prefill_tokens: int = PREFILL_TOKENS,
     ) -> None:
         assert (plan.nodes == 1) == (drafter is None), (plan, drafter is None)
@@ -62,11 +68,17 @@ class Engine:
         self.prefill_tokens = prefill_tokens
         self.stats = EngineStats()
         self.state = allocate_state(
-            plan, cache_plan, target=target.dims,
+            plan,
+            cache_plan,
+            target=target.dims,
             drafter=None if drafter is None else drafter.dims.decoder,
             num_taps=0 if drafter is None else len(drafter.dims.tap_layers),
-            max_new_tokens=max_new_tokens, prefill_tokens=prefill_tokens,
-            stop_token_ids=stop_token_ids, dtype=target.embed.dtype, device=target.embed.device)
+            max_new_tokens=max_new_tokens,
+            prefill_tokens=prefill_tokens,
+            stop_token_ids=stop_token_ids,
+            dtype=target.embed.dtype,
+            device=target.embed.device,
+        )
         self._free_slots = deque(range(cache_plan.slots))
         self._free_pages = deque(range(cache_plan.pages))
         self._seats: dict[int, _Seat] = {}
@@ -96,7 +108,7 @@ class Engine:
                 break
             length = len(prompt.token_ids) + prompt.max_new_tokens
             num_pages = -(-length // self.cache_plan.page)
-            assert prompt.token_ids and prompt.max_new_tokens >= 1, prompt.key
+            assert min(len(prompt.token_ids), prompt.max_new_tokens) >= 1, prompt.key
             assert length <= self.cache_plan.max_len, (prompt.key, length, self.cache_plan)
             assert prompt.max_new_tokens <= self.state.output_SO.shape[1], prompt.key
             if num_pages > len(self._free_pages):
@@ -122,7 +134,9 @@ class Engine:
         self.stats.row_rounds += self.plan.rows
 
     def collect(self) -> Iterator[Completion | Rejected]:
-        """Poll finish codes and lengths in one copy; hand out the slots that finished, and free them."""
+        """Poll finish codes and lengths in one copy; hand out the slots that finished, and free
+        them.
+        """
         codes, lengths = torch.stack((self.state.finish_S, self.state.length_S)).tolist()
         for slot in [slot for slot in self._seats if codes[slot] != Finish.LIVE]:
             yield self._take(slot, Finish(codes[slot]))
@@ -140,12 +154,20 @@ class Engine:
         state.finish_S[slot] = int(Finish.LIVE)
         state.length_S[slot] = 0
         if finish is Finish.NAN_LOGITS:
-            return Rejected(seat.prompt.key, "nan_logits",
-                            f"a score is not finite after {num_out} output tokens")
+            return Rejected(
+                seat.prompt.key,
+                "nan_logits",
+                f"a score is not finite after {num_out} output tokens",
+            )
         reason: FinishReason = "stop" if finish is Finish.STOP else "length"
         return Completion(
-            key=seat.prompt.key, token_ids=token_ids, finish_reason=reason,
+            key=seat.prompt.key,
+            token_ids=token_ids,
+            finish_reason=reason,
             stop_token_id=token_ids[-1] if reason == "stop" else None,
             accepted=tuple(state.accepted_SO[slot, :rounds].tolist()),
             depth=tuple(state.depth_SO[slot, :rounds].tolist()),
-            drafted=self.plan.nodes - 1, seconds=time.monotonic() - seat.started, slot=slot)
+            drafted=self.plan.nodes - 1,
+            seconds=time.monotonic() - seat.started,
+            slot=slot,
+        )

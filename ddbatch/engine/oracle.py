@@ -1,4 +1,5 @@
-"""The oracle: plain decoding of one sequence, slow and obviously right. The judge of everything else.
+"""The oracle: plain decoding of one sequence, slow and obviously right. The judge of everything
+else.
 
 It reads a target's weights and nothing more: its own formulas for norm, rope and attention, its own
 cache, no trees, no batch, no op that the engine uses. float32 whatever the weights' dtype.
@@ -16,14 +17,14 @@ from ddbatch.models.llama import Llama, LlamaLayer
 
 
 class OracleStep(NamedTuple):
-    """token_id: the greedy choice. gap: its score minus the second best, a measure of a near-tie."""
+    """token_id: the greedy choice. gap: its score minus the second best, small at a near-tie."""
 
     token_id: int
     gap: float
 
 
 class Oracle:
-    """One sequence of one target; `scores` appends tokens and returns the scores that follow them."""
+    """One sequence of one target; `scores` appends tokens and returns the scores after them."""
 
     def __init__(self, target: Llama) -> None:
         self.target = target
@@ -61,13 +62,16 @@ class Oracle:
             low = scaling.original_max_positions / scaling.low_freq_factor
             high = scaling.original_max_positions / scaling.high_freq_factor
             mix = (scaling.original_max_positions / length - scaling.low_freq_factor) / (
-                scaling.high_freq_factor - scaling.low_freq_factor)
+                scaling.high_freq_factor - scaling.low_freq_factor
+            )
             mixed = (1 - mix) * freq / scaling.factor + mix * freq
-            freq = torch.where(length > low, freq / scaling.factor,
-                               torch.where(length < high, freq, mixed))
+            freq = torch.where(
+                length > low, freq / scaling.factor, torch.where(length < high, freq, mixed)
+            )
         angle = pos[:, None, None].float() * freq
         turned = torch.complex(x[..., :half], x[..., half:]) * torch.polar(
-            torch.ones_like(angle), angle)
+            torch.ones_like(angle), angle
+        )
         return torch.cat((turned.real, turned.imag), dim=-1)
 
     def _attention(self, number: int, layer: LlamaLayer, x: Tensor, pos: Tensor) -> Tensor:
@@ -90,7 +94,10 @@ class Oracle:
 
 
 def decode(
-    target: Llama, prompt_ids: tuple[int, ...], *, max_new_tokens: int,
+    target: Llama,
+    prompt_ids: tuple[int, ...],
+    *,
+    max_new_tokens: int,
     stop_token_ids: tuple[int, ...],
 ) -> list[OracleStep]:
     """Greedy decoding, ends after a stop token (included) or max_new_tokens."""

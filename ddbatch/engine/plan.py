@@ -28,13 +28,23 @@ def choose_method(method: str, budget: int | None, has_drafter: bool) -> Method:
     if method == "auto":
         return "ddtree"
     names: dict[str, Method] = {
-        "ddtree": "ddtree", "chain": "chain", "autoregressive": "autoregressive"}
+        "ddtree": "ddtree",
+        "chain": "chain",
+        "autoregressive": "autoregressive",
+    }
     return names[method]
 
 
 def plan_shapes(
-    method: Method, *, budget: int | None, topk: int | None, rows: int | None, block: int,
-    vocab: int, gemm_limit: int | None, device: str,
+    method: Method,
+    *,
+    budget: int | None,
+    topk: int | None,
+    rows: int | None,
+    block: int,
+    vocab: int,
+    gemm_limit: int | None,
+    device: str,
 ) -> ShapePlan:
     """Shapes of one round. block: the drafter's block size (unused for autoregressive).
 
@@ -57,13 +67,15 @@ def plan_shapes(
     if gemm_limit is not None and plan.rows * plan.nodes > gemm_limit:
         raise ValueError(
             f"engine.rows={plan.rows} x (engine.budget={plan.nodes - 1} + 1) = "
-            f"{plan.rows * plan.nodes} tokens exceed engine.gemm_limit={gemm_limit}; allowed: at most "
-            f"{gemm_limit // plan.nodes} rows for this budget")
+            f"{plan.rows * plan.nodes} tokens exceed engine.gemm_limit={gemm_limit}; "
+            f"allowed: at most {gemm_limit // plan.nodes} rows for this budget"
+        )
     return plan
 
 
 def plan_cache(rows: int, *, max_len: int, page: int | None, device: str) -> CachePlan:
-    """Cache pool for `rows` live sequences and as many ready ones, so that a finished row never waits.
+    """Cache pool for `rows` live sequences and as many ready ones, so that a finished row never
+    waits.
 
     page None: contiguous slots on the CPU, the kernels' key tile on CUDA. max_len is rounded up to
     whole pages.
@@ -72,5 +84,6 @@ def plan_cache(rows: int, *, max_len: int, page: int | None, device: str) -> Cac
         page = max_len if device == "cpu" else AUTO_PAGE_CUDA
     pages_per_slot = -(-max_len // page)
     slots = 2 * rows
-    return CachePlan(slots=slots, pages=slots * pages_per_slot, page=page,
-                     max_len=pages_per_slot * page)
+    return CachePlan(
+        slots=slots, pages=slots * pages_per_slot, page=page, max_len=pages_per_slot * page
+    )

@@ -1,7 +1,8 @@
-"""Prefill: run prompts through the target, a fixed number of tokens a call, and make their slots ready.
+"""Prefill: run prompts through the target, a fixed number of tokens a call, and make their slots
+ready.
 
-Prompts are packed: short ones share a call, a long one takes several. A prompt's first output token is
-drawn here. Knows nothing about rows: slots wait in the ready ring.
+Prompts are packed: short ones share a call, a long one takes several. A prompt's first output token
+is drawn here. Knows nothing about rows: slots wait in the ready ring.
 """
 
 from __future__ import annotations
@@ -62,15 +63,26 @@ def pack(placed: list[Placed], tokens_per_call: int) -> Iterator[list[Piece]]:
 
 
 def load(
-    target: Llama, drafter: DFlash | None, state: RoundState, placed: list[Placed],
+    target: Llama,
+    drafter: DFlash | None,
+    state: RoundState,
+    placed: list[Placed],
     tokens_per_call: int,
 ) -> None:
-    """Reset the slots, fill their caches from the prompts, draw first tokens, queue the live ones."""
+    """Reset the slots, fill caches from the prompts, draw first tokens, queue the live ones."""
     device = state.slot_B.device
     slot_R = torch.tensor([item.slot for item in placed], device=device)
     caps = [item.prompt.max_new_tokens for item in placed]
-    for tensor in (state.output_SO, state.accepted_SO, state.depth_SO, state.num_rounds_S,
-                   state.num_out_S, state.finish_S, state.length_S, state.anchor_S):
+    for tensor in (
+        state.output_SO,
+        state.accepted_SO,
+        state.depth_SO,
+        state.num_rounds_S,
+        state.num_out_S,
+        state.finish_S,
+        state.length_S,
+        state.anchor_S,
+    ):
         tensor[slot_R] = 0
     state.cap_S[slot_R] = torch.tensor(caps, device=device)
     for pieces in pack(placed, tokens_per_call):
@@ -81,8 +93,11 @@ def _prefill_call(
     target: Llama, drafter: DFlash | None, state: RoundState, pieces: list[Piece]
 ) -> None:
     device = state.slot_B.device
-    ids = [token for piece in pieces
-           for token in piece.placed.prompt.token_ids[piece.start : piece.stop]]
+    ids = [
+        token
+        for piece in pieces
+        for token in piece.placed.prompt.token_ids[piece.start : piece.stop]
+    ]
     slots = [piece.placed.slot for piece in pieces for _ in range(piece.start, piece.stop)]
     places = [pos for piece in pieces for pos in range(piece.start, piece.stop)]
     token_T, slot_T, pos_T = torch.tensor([ids, slots, places], device=device)
@@ -97,8 +112,9 @@ def _prefill_call(
     tap_layers = () if drafter is None else drafter.dims.tap_layers
     out = target(token_T, pos_T, state.target_cache, state.scratch, keys, tap_layers)
     cell_T = cell_of(state, slot_T, pos_T)
-    write_cells(state.target_cache, cell_T,
-                Planes(*(plane[:, : len(ids)] for plane in state.scratch)))
+    write_cells(
+        state.target_cache, cell_T, Planes(*(plane[:, : len(ids)] for plane in state.scratch))
+    )
     if drafter is not None:
         append_context(drafter, state, out.feature_TC, pos_T, cell_T)
 

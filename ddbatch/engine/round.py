@@ -12,7 +12,7 @@ from ddbatch.models.llama import Llama
 
 
 def run_round(target: Llama, drafter: DFlash | None, state: RoundState) -> None:
-    """Advance every live row by at least one token. Plain decoding is the round without a drafter."""
+    """Advance every live row by at least one token. Without a drafter it is plain decoding."""
     admit(state)
     if drafter is not None:
         draft(target, drafter, state)

@@ -1,12 +1,12 @@
 """RoundState: every tensor of the engine, allocated once, written in place, never re-bound.
 
-A slot is a sequence's home (pages, length, output, histories); a row is a lane of the round that works
-on one slot. The address of (slot, position) is page_table[slot, position // page] * page + position %
-page. Knows nothing about models beyond their sizes.
+A slot is a sequence's home (pages, length, output, histories); a row is a lane of the round that
+works on one slot. The address of (slot, position) is page_table[slot, position // page] * page +
+position % page. Knows nothing about models beyond their sizes.
 
 Two cells follow the pages: the null cell stays zero and stands for every key that is not there, the
-trash cell takes the writes of lanes that have nothing to write. One slot follows the slots: nobody's,
-the home of inert rows.
+trash cell takes the writes of lanes that have nothing to write. One slot follows the slots:
+nobody's, the home of inert rows.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ class RoundState:
     num_rounds_S: Tensor
     accepted_SO: Tensor  # drafted tokens kept, per round
     depth_SO: Tensor  # deepest node offered, per round
-    # Slots that are prefilled and wait for a row: a ring with one spare place for what is not pushed.
+    # Slots that are prefilled and wait for a row: a ring with one spare place for what is not
+    # pushed.
     ready_S: Tensor
     ready_head: Tensor
     ready_tail: Tensor
@@ -104,12 +105,20 @@ class RoundState:
 
 
 def allocate_state(
-    plan: ShapePlan, cache_plan: CachePlan, *, target: ModelDims, drafter: ModelDims | None,
-    num_taps: int, max_new_tokens: int, prefill_tokens: int, stop_token_ids: tuple[int, ...],
-    dtype: torch.dtype, device: torch.device,
+    plan: ShapePlan,
+    cache_plan: CachePlan,
+    *,
+    target: ModelDims,
+    drafter: ModelDims | None,
+    num_taps: int,
+    max_new_tokens: int,
+    prefill_tokens: int,
+    stop_token_ids: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> RoundState:
     """All tensors for one plan, zeroed; every row inert."""
-    B, N, K, D, M = plan.rows, plan.nodes, plan.block, plan.draft_depth, plan.topk
+    B, N, D, M = plan.rows, plan.nodes, plan.draft_depth, plan.topk
     S, O = cache_plan.slots + 1, max_new_tokens
     cells = cache_plan.pages * cache_plan.page + 2
     tokens = max(B * N, prefill_tokens)
@@ -124,15 +133,25 @@ def allocate_state(
     root = torch.zeros(B, N, -(-N // 32), dtype=torch.int32, device=device)
     root[:, 0, 0] = 1
     return RoundState(
-        plan=plan, cache_plan=cache_plan,
+        plan=plan,
+        cache_plan=cache_plan,
         target_cache=planes(target, cells),
         drafter_cache=None if drafter is None else planes(drafter, cells),
         scratch=planes(target, tokens),
         page_table_SP=ints(S, cache_plan.max_len // cache_plan.page),
         num_keys=0,
-        length_S=ints(S), anchor_S=ints(S), cap_S=ints(S), num_out_S=ints(S), output_SO=ints(S, O),
-        finish_S=ints(S), num_rounds_S=ints(S), accepted_SO=ints(S, O), depth_SO=ints(S, O),
-        ready_S=ints(S), ready_head=ints(1), ready_tail=ints(1),
+        length_S=ints(S),
+        anchor_S=ints(S),
+        cap_S=ints(S),
+        num_out_S=ints(S),
+        output_SO=ints(S, O),
+        finish_S=ints(S),
+        num_rounds_S=ints(S),
+        accepted_SO=ints(S, O),
+        depth_SO=ints(S, O),
+        ready_S=ints(S),
+        ready_head=ints(1),
+        ready_tail=ints(1),
         slot_B=ints(B, fill=cache_plan.slots),
         active_B=torch.zeros(B, dtype=torch.bool, device=device),
         candidate_BDM=ints(B, D, M),
@@ -141,8 +160,11 @@ def allocate_state(
         choice_BN=ints(B, N),
         is_finite_B=torch.ones(B, dtype=torch.bool, device=device),
         feature_TC=torch.zeros(B * N, num_taps * target.width, dtype=dtype, device=device),
-        path_BK=ints(B, D + 1), num_accepted_B=ints(B), emitted_BK=ints(B, D + 1),
-        num_emitted_B=ints(B), finish_B=ints(B),
+        path_BK=ints(B, D + 1),
+        num_accepted_B=ints(B),
+        emitted_BK=ints(B, D + 1),
+        num_emitted_B=ints(B),
+        finish_B=ints(B),
         stop_ids=torch.tensor(stop_token_ids, dtype=torch.long, device=device),
     )
 

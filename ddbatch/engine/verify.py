@@ -1,7 +1,7 @@
 """Verify stage: one target forward over every node of every tree.
 
-In: tree, lengths, target cache. Out: choice_BN, is_finite_B, feature_TC, scratch. Knows nothing about
-the drafter.
+In: tree, lengths, target cache. Out: choice_BN, is_finite_B, feature_TC, scratch. Knows nothing
+about the drafter.
 """
 
 import torch
@@ -20,10 +20,17 @@ def verify(target: Llama, state: RoundState, tap_layers: tuple[int, ...]) -> Non
     pos_BN = state.length_S[state.slot_B][:, None] + state.tree.depth_BN
     addr_BS, exists_BS = prefix_keys(state)
     is_visible_BNZ = torch.cat(
-        (exists_BS[:, None].expand(B, N, -1), unpack_ancestors(state.tree.ancestor_BNW)), dim=-1)
+        (exists_BS[:, None].expand(B, N, -1), unpack_ancestors(state.tree.ancestor_BNW)), dim=-1
+    )
     keys = visible_keys(addr_BS, is_visible_BNZ, state.scratch.k_LXGE.dtype)
-    out = target(state.tree.token_BN.flatten(), pos_BN.flatten(), state.target_cache, state.scratch,
-                 keys, tap_layers)
+    out = target(
+        state.tree.token_BN.flatten(),
+        pos_BN.flatten(),
+        state.target_cache,
+        state.scratch,
+        keys,
+        tap_layers,
+    )
     state.feature_TC.copy_(out.feature_TC)
     # Greedy: the first of equal scores, that is the lower token id. NaN wins a max, so it is seen.
     best = target.logits(out.hidden_TD).max(dim=-1)

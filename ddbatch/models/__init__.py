@@ -1,1 +1,3 @@
-"""Model families read from Hugging Face folders. Knows nothing about rows, trees or files of prompts."""
+"""Model families read from Hugging Face folders. Knows nothing about rows, trees or files of
+prompts.
+"""

@@ -3,7 +3,8 @@
 Source: DFlash (z-lab), checkpoint format as released. The block [anchor, MASK x (K - 1)] attends to
 itself and to a context made of the target's tapped hidden states. A token's context keys and values
 depend on its own features alone, so they are computed once, when it is committed, and cached.
-The embedding and the head are the target's. Knows nothing about trees, rows or the target's weights.
+The embedding and the head are the target's. Knows nothing about trees, rows or the target's
+weights.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from ddbatch.models.layers import (
 
 
 class DFlashLayer(nn.Module):
-    """Pre-norm layer with per-head norms on q and k; one k and v projection for context and block."""
+    """Pre-norm layer with norms on q and k; one k and v projection for context and block."""
 
     def __init__(self, dims: ModelDims, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -53,7 +54,8 @@ class DFlashLayer(nn.Module):
         q_THE = self.q_norm(self.q(normed_TD).unflatten(-1, (self.heads, -1)))
         k_TGE, v_TGE = self.keys_values(normed_TD, rope_T2E)
         x_TD = x_TD + self.out(
-            attend(apply_rope(q_THE, rope_T2E), k_TGE, v_TGE, cache, layer, keys))
+            attend(apply_rope(q_THE, rope_T2E), k_TGE, v_TGE, cache, layer, keys)
+        )
         out_TD: Tensor = x_TD + self.mlp(self.mlp_norm(x_TD))
         return out_TD
 
@@ -70,7 +72,8 @@ class DFlash(nn.Module):
         self.fuse = Linear(len(dims.tap_layers) * decoder.width, decoder.width, dtype, device)
         self.fuse_norm = RmsNorm(decoder.width, decoder.norm_eps, dtype, device)
         self.layers = nn.ModuleList(
-            DFlashLayer(decoder, dtype, device) for _ in range(decoder.layers))
+            DFlashLayer(decoder, dtype, device) for _ in range(decoder.layers)
+        )
         self.norm = RmsNorm(decoder.width, decoder.norm_eps, dtype, device)
         self.rope_P2E = rope_table(decoder.rope, decoder.head_width, num_positions, device)
 
@@ -81,7 +84,10 @@ class DFlash(nn.Module):
         """
         fused_TD = self.fuse_norm(self.fuse(feature_TC))
         rope_T2E = self.rope_P2E[pos_T]
-        pairs = [layer.keys_values(fused_TD, rope_T2E) for layer in self.layers]
+        pairs = []
+        for layer in self.layers:
+            assert isinstance(layer, DFlashLayer)
+            pairs.append(layer.keys_values(fused_TD, rope_T2E))
         return Planes(*(torch.stack(side) for side in zip(*pairs, strict=True)))
 
     def forward(
@@ -100,18 +106,27 @@ class DFlash(nn.Module):
 
     def destinations(self) -> dict[str, Tensor]:
         """Checkpoint tensor name -> the part of a weight that it fills."""
-        found = {"fc.weight": self.fuse.weight, "hidden_norm.weight": self.fuse_norm.weight,
-                 "norm.weight": self.norm.weight}
+        found: dict[str, Tensor] = {
+            "fc.weight": self.fuse.weight,
+            "hidden_norm.weight": self.fuse_norm.weight,
+            "norm.weight": self.norm.weight,
+        }
         for number, layer in enumerate(self.layers):
             assert isinstance(layer, DFlashLayer)
             k, v = layer.kv.weight.chunk(2)
             gate, up = layer.mlp.gate_up.weight.chunk(2)
             for name, part in {
-                "input_layernorm": layer.input_norm.weight, "self_attn.q_proj": layer.q.weight,
-                "self_attn.k_proj": k, "self_attn.v_proj": v, "self_attn.o_proj": layer.out.weight,
-                "self_attn.q_norm": layer.q_norm.weight, "self_attn.k_norm": layer.k_norm.weight,
-                "post_attention_layernorm": layer.mlp_norm.weight, "mlp.gate_proj": gate,
-                "mlp.up_proj": up, "mlp.down_proj": layer.mlp.down.weight,
+                "input_layernorm": layer.input_norm.weight,
+                "self_attn.q_proj": layer.q.weight,
+                "self_attn.k_proj": k,
+                "self_attn.v_proj": v,
+                "self_attn.o_proj": layer.out.weight,
+                "self_attn.q_norm": layer.q_norm.weight,
+                "self_attn.k_norm": layer.k_norm.weight,
+                "post_attention_layernorm": layer.mlp_norm.weight,
+                "mlp.gate_proj": gate,
+                "mlp.up_proj": up,
+                "mlp.down_proj": layer.mlp.down.weight,
             }.items():
                 found[f"layers.{number}.{name}.weight"] = part
         return found

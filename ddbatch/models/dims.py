@@ -1,7 +1,8 @@
-"""Sizes and switches of a model, read from its config.json with three verbs: required, optional, only.
+"""Sizes and switches of a model, read from its config.json with three verbs: required, optional,
+only.
 
-A variant that this project does not compute (another activation, a bias, an unknown rope type) stops
-here with the key, its value and what is allowed. Knows nothing about weights or devices.
+A variant that this project does not compute (another activation, a bias, an unknown rope type)
+stops here with the key, its value and what is allowed. Knows nothing about weights or devices.
 """
 
 from __future__ import annotations
@@ -59,8 +60,8 @@ class ModelDims:
 class DrafterDims:
     """A DFlash drafter: its decoder, and how it is tied to its target.
 
-    tap_layers: 0-based target layers whose outputs it reads. windows: per layer, the number of keys a
-    sliding layer sees (None = full attention).
+    tap_layers: 0-based target layers whose outputs it reads. windows: per layer, the number of keys
+    a sliding layer sees (None = full attention).
     """
 
     decoder: ModelDims
@@ -72,14 +73,15 @@ class DrafterDims:
 
 
 class ConfigFile:
-    """config.json of one model folder, with errors that name option, file, key, value and choices."""
+    """config.json of a model folder, with errors that name option, file, key, value and choices."""
 
     def __init__(self, option: str, folder: Path) -> None:
         self.where = f"{option}={folder}: config.json"
         path = folder / "config.json"
         if not path.is_file():
-            raise ValueError(f"{option}={folder}: no config.json there; a Hugging Face model folder "
-                             "is expected")
+            raise ValueError(
+                f"{option}={folder}: no config.json there; a Hugging Face model folder is expected"
+            )
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
@@ -127,7 +129,9 @@ class ConfigFile:
         if value is None:
             value = allowed if default is None else default
         if value != allowed:
-            raise ValueError(f"{self.where}: {key}={value!r} is not supported; allowed: {allowed!r}")
+            raise ValueError(
+                f"{self.where}: {key}={value!r} is not supported; allowed: {allowed!r}"
+            )
 
     def int_list(self, key: str) -> tuple[int, ...]:
         """A required list of integers."""
@@ -138,12 +142,14 @@ class ConfigFile:
 
 
 def read_target_dims(folder: Path) -> ModelDims:
-    """Dims of the target in `folder`; ValueError for an architecture this project does not compute."""
+    """Dims of the target in `folder`; ValueError for what this project does not compute."""
     config = ConfigFile("model.path", folder)
     architectures = config.values.get("architectures")
     if architectures != ["LlamaForCausalLM"]:
-        raise ValueError(f"{config.where}: architectures={architectures!r} is not supported; "
-                         "allowed: ['LlamaForCausalLM']")
+        raise ValueError(
+            f"{config.where}: architectures={architectures!r} is not supported; "
+            "allowed: ['LlamaForCausalLM']"
+        )
     config.only("attention_bias", False)
     config.only("mlp_bias", False)
     config.only("pretraining_tp", 1)
@@ -155,15 +161,19 @@ def read_drafter_dims(folder: Path) -> DrafterDims:
     config = ConfigFile("drafter.path", folder)
     architectures = config.values.get("architectures")
     if architectures != ["DFlashDraftModel"]:
-        raise ValueError(f"{config.where}: architectures={architectures!r} is not supported; "
-                         "allowed: ['DFlashDraftModel']")
+        raise ValueError(
+            f"{config.where}: architectures={architectures!r} is not supported; "
+            "allowed: ['DFlashDraftModel']"
+        )
     config.only("attention_bias", False)
     decoder = _read_decoder(config, "dflash", default_theta=None)
     dflash = config.section("dflash_config")
     for key in ("selector_rank", "conv_kernel_size"):
         if dflash.values.get(key) is not None:
-            raise ValueError(f"{dflash.where}: {key}={dflash.values[key]!r}: DFlash 2 drafters are not "
-                             "supported; allowed: DFlash")
+            raise ValueError(
+                f"{dflash.where}: {key}={dflash.values[key]!r}: DFlash 2 drafters are not "
+                "supported; allowed: DFlash"
+            )
     block = (dflash if "block_size" in dflash.values else config).positive("block_size")
     if block < 2:
         raise ValueError(f"{config.where}: block_size={block}: at least 2 is required")
@@ -172,46 +182,68 @@ def read_drafter_dims(folder: Path) -> DrafterDims:
     # The last layer is left out: its entry of hidden_states is taken after the final norm by some
     # runtimes and before it by others, so a drafter that taps it is ambiguous.
     if not tap_layers or not all(0 <= layer < num_target_layers - 1 for layer in tap_layers):
-        raise ValueError(f"{dflash.where}: target_layer_ids={list(tap_layers)}: ids in "
-                         f"0..{num_target_layers - 2} are required (num_target_layers="
-                         f"{num_target_layers})")
+        raise ValueError(
+            f"{dflash.where}: target_layer_ids={list(tap_layers)}: ids in "
+            f"0..{num_target_layers - 2} are required (num_target_layers="
+            f"{num_target_layers})"
+        )
     mask_token_id = dflash.required("mask_token_id", int)
     if not 0 <= mask_token_id < decoder.vocab:
-        raise ValueError(f"{dflash.where}: mask_token_id={mask_token_id}: "
-                         f"0..{decoder.vocab - 1} is required (vocab_size={decoder.vocab})")
-    return DrafterDims(decoder, block, mask_token_id, tap_layers, num_target_layers,
-                       _read_windows(config, decoder.layers))
+        raise ValueError(
+            f"{dflash.where}: mask_token_id={mask_token_id}: "
+            f"0..{decoder.vocab - 1} is required (vocab_size={decoder.vocab})"
+        )
+    return DrafterDims(
+        decoder,
+        block,
+        mask_token_id,
+        tap_layers,
+        num_target_layers,
+        _read_windows(config, decoder.layers),
+    )
 
 
 def _read_decoder(
     config: ConfigFile, family: Literal["llama", "dflash"], default_theta: float | None
 ) -> ModelDims:
     if config.values.get("quantization_config") is not None:
-        raise ValueError(f"{config.where}: quantization_config: quantised checkpoints are not "
-                         f"supported; allowed dtypes: {', '.join(DTYPE_NAMES)}")
+        raise ValueError(
+            f"{config.where}: quantization_config: quantised checkpoints are not "
+            f"supported; allowed dtypes: {', '.join(DTYPE_NAMES)}"
+        )
     config.only("hidden_act", "silu")
     width, heads = config.positive("hidden_size"), config.positive("num_attention_heads")
     kv_heads = config.positive("num_key_value_heads", default=heads)
     head_width = config.positive("head_dim", default=max(1, width // heads))
     if heads % kv_heads:
-        raise ValueError(f"{config.where}: num_key_value_heads={kv_heads}: a divisor of "
-                         f"num_attention_heads={heads} is required")
+        raise ValueError(
+            f"{config.where}: num_key_value_heads={kv_heads}: a divisor of "
+            f"num_attention_heads={heads} is required"
+        )
     if head_width % 2:
         raise ValueError(f"{config.where}: head_dim={head_width}: an even number is required")
     return ModelDims(
-        family=family, width=width, layers=config.positive("num_hidden_layers"), heads=heads,
-        kv_heads=kv_heads, head_width=head_width, mlp_width=config.positive("intermediate_size"),
-        vocab=config.positive("vocab_size"), norm_eps=config.optional("rms_norm_eps", float, 1e-6),
+        family=family,
+        width=width,
+        layers=config.positive("num_hidden_layers"),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_width=head_width,
+        mlp_width=config.positive("intermediate_size"),
+        vocab=config.positive("vocab_size"),
+        norm_eps=config.optional("rms_norm_eps", float, 1e-6),
         rope=_read_rope(config, default_theta),
         max_positions=config.positive("max_position_embeddings"),
         is_tied=config.optional("tie_word_embeddings", bool, False),
-        stored_dtype=_read_dtype(config), eos_token_ids=_read_eos(config),
+        stored_dtype=_read_dtype(config),
+        eos_token_ids=_read_eos(config),
     )
 
 
 def _read_rope(config: ConfigFile, default_theta: float | None) -> Rope:
     """Newer configs nest theta in rope_parameters, older ones keep rope_theta and rope_scaling."""
     is_nested = config.values.get("rope_parameters") is not None
+    scaling: ConfigFile | None
     if is_nested:
         scaling = holder = config.section("rope_parameters")
     else:
@@ -230,14 +262,18 @@ def _read_rope(config: ConfigFile, default_theta: float | None) -> Rope:
     if kind == "default":
         return Rope(theta)
     if kind != "llama3":
-        raise ValueError(f"{scaling.where}: rope_type={kind!r} is not supported; "
-                         "allowed: 'default', 'llama3'")
-    return Rope(theta, Llama3Scaling(
-        factor=scaling.required("factor", float),
-        low_freq_factor=scaling.required("low_freq_factor", float),
-        high_freq_factor=scaling.required("high_freq_factor", float),
-        original_max_positions=scaling.required("original_max_position_embeddings", int),
-    ))
+        raise ValueError(
+            f"{scaling.where}: rope_type={kind!r} is not supported; allowed: 'default', 'llama3'"
+        )
+    return Rope(
+        theta,
+        Llama3Scaling(
+            factor=scaling.required("factor", float),
+            low_freq_factor=scaling.required("low_freq_factor", float),
+            high_freq_factor=scaling.required("high_freq_factor", float),
+            original_max_positions=scaling.required("original_max_position_embeddings", int),
+        ),
+    )
 
 
 def _read_windows(config: ConfigFile, layers: int) -> tuple[int | None, ...]:
@@ -247,8 +283,10 @@ def _read_windows(config: ConfigFile, layers: int) -> tuple[int | None, ...]:
         return (None,) * layers
     known = ("full_attention", "sliding_attention")
     if not isinstance(kinds, list) or len(kinds) != layers or any(k not in known for k in kinds):
-        raise ValueError(f"{config.where}: layer_types={kinds!r}: {layers} entries of "
-                         f"{' or '.join(known)} are required")
+        raise ValueError(
+            f"{config.where}: layer_types={kinds!r}: {layers} entries of "
+            f"{' or '.join(known)} are required"
+        )
     if "sliding_attention" not in kinds:
         return (None,) * layers
     window = config.positive("sliding_window")
@@ -262,8 +300,9 @@ def _read_dtype(config: ConfigFile) -> DtypeName | None:
     for known in DTYPE_NAMES:
         if name == known:
             return known
-    raise ValueError(f"{config.where}: dtype={name!r} is not supported; "
-                     f"allowed: {', '.join(DTYPE_NAMES)}")
+    raise ValueError(
+        f"{config.where}: dtype={name!r} is not supported; allowed: {', '.join(DTYPE_NAMES)}"
+    )
 
 
 def _read_eos(config: ConfigFile) -> tuple[int, ...]:

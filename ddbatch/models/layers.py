@@ -1,4 +1,5 @@
-"""Layers that every family shares. Plain PyTorch; sizes come from ModelDims, letters from ddbatch.core.
+"""Layers that every family shares. Plain PyTorch; sizes come from ModelDims, letters from
+ddbatch.core.
 
 Knows nothing about checkpoints, rows or trees: tokens are a flat list with positions, and a forward
 is told which cached keys exist (addresses) and which keys each query may see (a mask).
@@ -18,7 +19,9 @@ from ddbatch_kernels.attention import attention
 
 
 class Planes(NamedTuple):
-    """Keys and values of all layers, [L, X, G, E] each, X = cells of a cache or tokens of a scratch."""
+    """Keys and values of all layers, [L, X, G, E] each, X = cells of a cache or tokens of a
+    scratch.
+    """
 
     k_LXGE: Tensor
     v_LXGE: Tensor
@@ -27,9 +30,9 @@ class Planes(NamedTuple):
 class VisibleKeys(NamedTuple):
     """Which keys a forward of B rows x Q tokens attends to.
 
-    addr_BS: int64 cells of the cache planes, the row's committed prefix (any order, padding allowed).
-    bias_BQZ: additive mask over [the S cached keys, the Q keys of this forward], Z = S + Q;
-    0 where visible, -inf elsewhere. A query must see at least one key.
+    addr_BS: int64 cells of the cache planes, the row's committed prefix (any order, padding
+    allowed). bias_BQZ: additive mask over [the S cached keys, the Q keys of this forward], Z = S +
+    Q; 0 where visible, -inf elsewhere. A query must see at least one key.
     """
 
     addr_BS: Tensor
@@ -91,26 +94,29 @@ class GatedMlp(nn.Module):
 def rope_frequencies(rope: Rope, head_width: int) -> Tensor:
     """Inverse frequencies [E / 2] in float32 on the CPU.
 
-    Plain: theta^(-2i/E) (RoFormer). llama3: wavelengths beyond original / low_freq_factor are stretched
-    by `factor`, those below original / high_freq_factor are kept, and the band between is blended
-    linearly in original / wavelength (Llama 3.1).
+    Plain: theta^(-2i/E) (RoFormer). llama3: wavelengths beyond original / low_freq_factor are
+    stretched by `factor`, those below original / high_freq_factor are kept, and the band between is
+    blended linearly in original / wavelength (Llama 3.1).
     """
-    freq_E = 1.0 / rope.theta ** (torch.arange(0, head_width, 2, dtype=torch.int64).float()
-                                  / head_width)
+    freq_E = 1.0 / rope.theta ** (
+        torch.arange(0, head_width, 2, dtype=torch.int64).float() / head_width
+    )
     scaling = rope.llama3
     if scaling is None:
         return freq_E
     turns_E = scaling.original_max_positions * freq_E / (2 * math.pi)
     keep_E = (turns_E - scaling.low_freq_factor) / (
-        scaling.high_freq_factor - scaling.low_freq_factor)
+        scaling.high_freq_factor - scaling.low_freq_factor
+    )
     keep_E = keep_E.clamp(0.0, 1.0)
     return keep_E * freq_E + (1 - keep_E) * freq_E / scaling.factor
 
 
 def rope_table(rope: Rope, head_width: int, num_positions: int, device: torch.device) -> Tensor:
-    """cos and sin for positions 0..num_positions-1: [num_positions, 2, E] float32, halves repeated."""
-    angle = torch.outer(torch.arange(num_positions, dtype=torch.float32),
-                        rope_frequencies(rope, head_width))
+    """cos and sin of positions 0..num_positions-1: [num_positions, 2, E] float32, halves equal."""
+    angle = torch.outer(
+        torch.arange(num_positions, dtype=torch.float32), rope_frequencies(rope, head_width)
+    )
     angle = torch.cat((angle, angle), dim=-1)
     return torch.stack((angle.cos(), angle.sin()), dim=1).to(device)
 
@@ -133,7 +139,10 @@ def attend(
         q_THE.unflatten(0, (rows, num_queries)),
         k_TGE.unflatten(0, (rows, num_queries)),
         v_TGE.unflatten(0, (rows, num_queries)),
-        cache.k_LXGE[layer], cache.v_LXGE[layer], keys.addr_BS, keys.bias_BQZ,
+        cache.k_LXGE[layer],
+        cache.v_LXGE[layer],
+        keys.addr_BS,
+        keys.bias_BQZ,
         scale=q_THE.shape[-1] ** -0.5,
     )
     return out_BQHE.flatten(2).flatten(0, 1)

@@ -46,7 +46,12 @@ class LlamaLayer(nn.Module):
         self.mlp = GatedMlp(dims, dtype, device)
 
     def forward(
-        self, x_TD: Tensor, rope_T2E: Tensor, cache: Planes, scratch: Planes, layer: int,
+        self,
+        x_TD: Tensor,
+        rope_T2E: Tensor,
+        cache: Planes,
+        scratch: Planes,
+        layer: int,
         keys: VisibleKeys,
     ) -> Tensor:
         H, G, T = self.heads, self.kv_heads, len(x_TD)
@@ -61,7 +66,7 @@ class LlamaLayer(nn.Module):
 
 
 class Llama(nn.Module):
-    """Weights and forward of a Llama target. Weights are uninitialised until a loader fills them."""
+    """Weights and forward of a Llama target; weights are uninitialised until loaded."""
 
     def __init__(
         self, dims: ModelDims, dtype: torch.dtype, device: torch.device, num_positions: int
@@ -70,18 +75,27 @@ class Llama(nn.Module):
         super().__init__()
         self.dims = dims
         self.embed = frozen(dims.vocab, dims.width, dtype=dtype, device=device)
-        self.layers = nn.ModuleList(
-            LlamaLayer(dims, dtype, device) for _ in range(dims.layers))
+        self.layers = nn.ModuleList(LlamaLayer(dims, dtype, device) for _ in range(dims.layers))
         self.norm = RmsNorm(dims.width, dims.norm_eps, dtype, device)
-        self.head = (self.embed if dims.is_tied
-                     else frozen(dims.vocab, dims.width, dtype=dtype, device=device))
+        self.head = (
+            self.embed
+            if dims.is_tied
+            else frozen(dims.vocab, dims.width, dtype=dtype, device=device)
+        )
         self.rope_P2E = rope_table(dims.rope, dims.head_width, num_positions, device)
 
     def forward(
-        self, token_T: Tensor, pos_T: Tensor, cache: Planes, scratch: Planes, keys: VisibleKeys,
+        self,
+        token_T: Tensor,
+        pos_T: Tensor,
+        cache: Planes,
+        scratch: Planes,
+        keys: VisibleKeys,
         tap_layers: tuple[int, ...] = (),
     ) -> TargetOutput:
-        """Run T = B x Q tokens at their positions; their keys and values are left in scratch[:, :T]."""
+        """Run T = B x Q tokens at their positions; their keys and values are left in scratch[:,
+        :T].
+        """
         x_TD = self.embed[token_T]
         rope_T2E = self.rope_P2E[pos_T]
         tapped = []
@@ -99,7 +113,10 @@ class Llama(nn.Module):
     def destinations(self) -> dict[str, Tensor]:
         """Checkpoint tensor name -> the part of a weight that it fills."""
         H, G, E = self.dims.heads, self.dims.kv_heads, self.dims.head_width
-        found = {"model.embed_tokens.weight": self.embed, "model.norm.weight": self.norm.weight}
+        found: dict[str, Tensor] = {
+            "model.embed_tokens.weight": self.embed,
+            "model.norm.weight": self.norm.weight,
+        }
         if not self.dims.is_tied:
             found["lm_head.weight"] = self.head
         for number, layer in enumerate(self.layers):
@@ -107,10 +124,15 @@ class Llama(nn.Module):
             q, k, v = layer.qkv.weight.split([H * E, G * E, G * E])
             gate, up = layer.mlp.gate_up.weight.chunk(2)
             for name, part in {
-                "input_layernorm": layer.input_norm.weight, "self_attn.q_proj": q,
-                "self_attn.k_proj": k, "self_attn.v_proj": v, "self_attn.o_proj": layer.out.weight,
-                "post_attention_layernorm": layer.mlp_norm.weight, "mlp.gate_proj": gate,
-                "mlp.up_proj": up, "mlp.down_proj": layer.mlp.down.weight,
+                "input_layernorm": layer.input_norm.weight,
+                "self_attn.q_proj": q,
+                "self_attn.k_proj": k,
+                "self_attn.v_proj": v,
+                "self_attn.o_proj": layer.out.weight,
+                "post_attention_layernorm": layer.mlp_norm.weight,
+                "mlp.gate_proj": gate,
+                "mlp.up_proj": up,
+                "mlp.down_proj": layer.mlp.down.weight,
             }.items():
                 found[f"model.layers.{number}.{name}.weight"] = part
         return found

@@ -28,24 +28,34 @@ def check_pair(target: ModelDims, drafter: DrafterDims, block: int | None) -> No
     }
     for key, (ours, theirs) in facts.items():
         if ours != theirs:
-            raise ValueError(f"drafter.path: {key}={ours} does not fit model.path, whose value is "
-                             f"{theirs}; allowed: a drafter trained for this target")
+            raise ValueError(
+                f"drafter.path: {key}={ours} does not fit model.path, whose value is "
+                f"{theirs}; allowed: a drafter trained for this target"
+            )
     if block is not None and block != drafter.block:
-        raise ValueError(f"drafter.block={block}: the checkpoint was trained with block size "
-                         f"{drafter.block}; allowed: {drafter.block} or null")
+        raise ValueError(
+            f"drafter.block={block}: the checkpoint was trained with block size "
+            f"{drafter.block}; allowed: {drafter.block} or null"
+        )
 
 
 def choose_dtype(option: str, dims: ModelDims, device: torch.device) -> DtypeName:
-    """The dtype that model.dtype=option means: auto is the checkpoint's on CUDA, float32 on the CPU."""
+    """The dtype that model.dtype=option means: auto is the checkpoint's on CUDA, float32 on the
+    CPU.
+    """
     if option == "auto":
         if device.type == "cpu":
             return "float32"
         if dims.stored_dtype is None:
-            raise ValueError("model.dtype=auto: config.json names no dtype; allowed: float32, "
-                             "bfloat16, float16")
+            raise ValueError(
+                "model.dtype=auto: config.json names no dtype; allowed: float32, bfloat16, float16"
+            )
         return dims.stored_dtype
     names: dict[str, DtypeName] = {
-        "float32": "float32", "bfloat16": "bfloat16", "float16": "float16"}
+        "float32": "float32",
+        "bfloat16": "bfloat16",
+        "float16": "float16",
+    }
     return names[option]
 
 

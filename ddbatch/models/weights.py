@@ -1,7 +1,7 @@
 """Safetensors checkpoints: every tensor is used exactly once, or loading stops with a clear error.
 
-Headers are read and compared before a byte of weight is touched; data is then copied from the memory
-map straight into its place, converted to the model's dtype on the way.
+Headers are read and compared before a byte of weight is touched; data is then copied from the
+memory map straight into its place, converted to the model's dtype on the way.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ STORED_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 def load_weights(option: str, folder: Path, destinations: dict[str, Tensor]) -> None:
     """Fill `destinations` (tensor name -> place) from the checkpoint in `folder`.
 
-    ValueError naming `option` and the tensors for files that are missing or cut short and for tensors
-    that are missing, left over, misshapen or of an unknown dtype.
+    ValueError naming `option` and the tensors for files that are missing or cut short and for
+    tensors that are missing, left over, misshapen or of an unknown dtype.
     """
     where = f"{option}={folder}"
     file_of = _index(where, folder)
@@ -34,8 +34,10 @@ def load_weights(option: str, folder: Path, destinations: dict[str, Tensor]) -> 
     if left_over == {"lm_head.weight"} and "model.embed_tokens.weight" in names:
         _check_tied(where, file_of)
     elif left_over:
-        raise ValueError(f"{where}: {len(left_over)} tensors have no place in this architecture: "
-                         f"{_some(left_over)}")
+        raise ValueError(
+            f"{where}: {len(left_over)} tensors have no place in this architecture: "
+            f"{_some(left_over)}"
+        )
     by_file: dict[Path, list[str]] = {}
     for name in destinations:
         by_file.setdefault(file_of[name], []).append(name)
@@ -56,8 +58,9 @@ def _index(where: str, folder: Path) -> dict[str, Path]:
         try:
             weight_map = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
         except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{where}: {index.name}: not an index of a sharded checkpoint: "
-                             f"{error!r}") from error
+            raise ValueError(
+                f"{where}: {index.name}: not an index of a sharded checkpoint: {error!r}"
+            ) from error
         files = sorted({folder / str(name) for name in weight_map.values()})
     elif single.is_file():
         weight_map, files = {}, [single]
@@ -66,12 +69,15 @@ def _index(where: str, folder: Path) -> dict[str, Path]:
     for path in files:
         for name in _names(where, path):
             if name in found:
-                raise ValueError(f"{where}: tensor {name} stands in {found[name].name} and in "
-                                 f"{path.name}")
+                raise ValueError(
+                    f"{where}: tensor {name} stands in {found[name].name} and in {path.name}"
+                )
             found[name] = path
     for name, file_name in weight_map.items():
         if found.get(name) != folder / str(file_name):
-            raise ValueError(f"{where}: {index.name} promises {name} in {file_name}; it is not there")
+            raise ValueError(
+                f"{where}: {index.name} promises {name} in {file_name}; it is not there"
+            )
     return found
 
 
@@ -82,7 +88,9 @@ def _names(where: str, path: Path) -> list[str]:
         with safe_open(path, framework="pt") as tensors:
             return list(tensors.keys())
     except SafetensorError as error:
-        raise ValueError(f"{where}: {path.name} is not a whole safetensors file: {error}") from error
+        raise ValueError(
+            f"{where}: {path.name} is not a whole safetensors file: {error}"
+        ) from error
 
 
 def _check_shapes(where: str, path: Path, wanted: dict[str, Tensor]) -> None:
@@ -90,11 +98,15 @@ def _check_shapes(where: str, path: Path, wanted: dict[str, Tensor]) -> None:
         for name, place in wanted.items():
             header = tensors.get_slice(name)
             if tuple(header.get_shape()) != tuple(place.shape):
-                raise ValueError(f"{where}: tensor {name} has shape {list(header.get_shape())}; "
-                                 f"config.json asks for {list(place.shape)}")
+                raise ValueError(
+                    f"{where}: tensor {name} has shape {list(header.get_shape())}; "
+                    f"config.json asks for {list(place.shape)}"
+                )
             if header.get_dtype() not in STORED_DTYPES:
-                raise ValueError(f"{where}: tensor {name} has dtype {header.get_dtype()}; "
-                                 f"allowed: {', '.join(DTYPE_NAMES)}")
+                raise ValueError(
+                    f"{where}: tensor {name} has dtype {header.get_dtype()}; "
+                    f"allowed: {', '.join(DTYPE_NAMES)}"
+                )
 
 
 def _check_tied(where: str, file_of: dict[str, Path]) -> None:
@@ -104,8 +116,10 @@ def _check_tied(where: str, file_of: dict[str, Path]) -> None:
         with safe_open(file_of[name], framework="pt") as tensors:
             pair.append(tensors.get_tensor(name))
     if pair[0].shape != pair[1].shape or not bool((pair[0] == pair[1]).all()):
-        raise ValueError(f"{where}: tie_word_embeddings=true, but lm_head.weight differs from "
-                         "model.embed_tokens.weight")
+        raise ValueError(
+            f"{where}: tie_word_embeddings=true, but lm_head.weight differs from "
+            "model.embed_tokens.weight"
+        )
 
 
 def _some(names: set[str]) -> str:

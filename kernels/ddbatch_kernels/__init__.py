@@ -1,1 +1,1 @@
-"""Ops of the engine: PyTorch references now, Triton kernels later. Imports torch and triton only."""
+"""Ops of the engine, as PyTorch references. Imports torch and triton only."""

@@ -1,5 +1,6 @@
-"""Ancestor sets of tree nodes as bit words: bit j % 32 of word j // 32 of node i is set when node j is
-node i itself or one of its ancestors. N nodes, W = ceil(N / 32) words, int32."""
+"""Ancestor sets of tree nodes as bit words: bit j % 32 of word j // 32 of node i is set when node j
+is node i itself or one of its ancestors. N nodes, W = ceil(N / 32) words, int32.
+"""
 
 import torch
 from torch import Tensor

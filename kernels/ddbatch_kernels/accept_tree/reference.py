@@ -1,8 +1,8 @@
 """Walk each row's tree along the target's choices.
 
-One token is drawn from the target at every node; from the root on, a node is accepted while it is the
-drawn token of its accepted parent. This keeps the target's distribution at any temperature (SpecInfer,
-naive sampling). B rows, N nodes, K = depth + 1 nodes of the longest path.
+One token is drawn from the target at every node; from the root on, a node is accepted while it is
+the drawn token of its accepted parent. This keeps the target's distribution at any temperature
+(SpecInfer, naive sampling). B rows, N nodes, K = depth + 1 nodes of the longest path.
 """
 
 from typing import NamedTuple
@@ -14,9 +14,10 @@ from ddbatch_kernels.ancestors import unpack_ancestors
 
 
 class AcceptedPath(NamedTuple):
-    """path_BK: int64 node at each depth, root first, 0 beyond the path. num_accepted_B: int64, nodes of
-    the path besides the root. emitted_BK: int64 tokens of the accepted nodes in order, then the bonus
-    token (the draw at the last accepted node), 0 beyond."""
+    """path_BK: int64 node at each depth, root first, 0 beyond the path. num_accepted_B: int64,
+    nodes of the path besides the root. emitted_BK: int64 tokens of the accepted nodes in order,
+    then the bonus token (the draw at the last accepted node), 0 beyond.
+    """
 
     path_BK: Tensor
     num_accepted_B: Tensor
@@ -24,8 +25,13 @@ class AcceptedPath(NamedTuple):
 
 
 def accept_tree_ref(
-    token_BN: Tensor, parent_BN: Tensor, depth_BN: Tensor, ancestor_BNW: Tensor, choice_BN: Tensor,
-    *, max_depth: int,
+    token_BN: Tensor,
+    parent_BN: Tensor,
+    depth_BN: Tensor,
+    ancestor_BNW: Tensor,
+    choice_BN: Tensor,
+    *,
+    max_depth: int,
 ) -> AcceptedPath:
     """The accepted path of each row, from the target's choice at every node.
 
@@ -43,6 +49,7 @@ def accept_tree_ref(
     num_accepted_B = is_accepted_BN.sum(dim=1) - 1
     choice_BK = choice_BN.gather(1, path_BK)
     place_K = torch.arange(max_depth + 1, device=token_BN.device)
-    # The draw at an accepted node is the next accepted node's token, or the bonus token at the last.
+    # The draw at an accepted node is the next accepted node's token, or the bonus token at the
+    # last.
     emitted_BK = torch.where(place_K <= num_accepted_B[:, None], choice_BK, 0)
     return AcceptedPath(path_BK, num_accepted_B, emitted_BK)

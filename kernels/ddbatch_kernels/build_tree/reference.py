@@ -1,14 +1,14 @@
 """The B most probable prefixes under the drafter's scores, as a tree (DDTree).
 
-Source: DDTree, Prop. 1 and 2: under a factorised draft distribution the prefix-closed tree of B nodes
-with the largest expected accepted length consists of the B most probable prefixes.
+Source: DDTree, Prop. 1 and 2: under a factorised draft distribution the prefix-closed tree of B
+nodes with the largest expected accepted length consists of the B most probable prefixes.
 
 The order is total: larger sum of log-probs first, then the lexicographically smaller rank tuple, a
 prefix before its extension. Log-probs are <= 0 and ranks are sorted, so a parent and every better
 sibling precede a node, and the tree is the first `budget` nodes of this order.
 
-B rows, D draft depth, R parent ranks (1: scores do not depend on the parent), M candidates, N = budget
-+ 1 nodes.
+B rows, D draft depth, R parent ranks (1: scores do not depend on the parent), M candidates, N =
+budget + 1 nodes.
 """
 
 from functools import lru_cache
@@ -19,8 +19,9 @@ from torch import Tensor
 
 from ddbatch_kernels.ancestors import pack_ancestors
 
-# Sums are integers in units of 2^-40: exact, so that equal scores tie and order never depends on the
-# order of summation. The floor keeps 2^5 terms inside int64; only log-probs below -2^18 meet it.
+# Sums are integers in units of 2^-40: exact, so that equal scores tie and order never depends on
+# the order of summation. The floor keeps 2^5 terms inside int64; only log-probs below -2^18 meet
+# it.
 FIXED_POINT = 2.0**40
 FLOOR = -(2.0**58)
 
@@ -28,8 +29,9 @@ FLOOR = -(2.0**58)
 class TreeNodes(NamedTuple):
     """Node 0 is the root; nodes 1.. stand in the total order, so parent < child.
 
-    parent_BN: int64, -1 for the root. depth_BN: int64, 0 for the root. rank_BN: int64, which candidate
-    of its depth a node is (0 for the root). ancestor_BNW: int32 words (ddbatch_kernels.ancestors).
+    parent_BN: int64, -1 for the root. depth_BN: int64, 0 for the root. rank_BN: int64, which
+    candidate of its depth a node is (0 for the root). ancestor_BNW: int32 words
+    (ddbatch_kernels.ancestors).
     """
 
     parent_BN: Tensor
@@ -48,7 +50,7 @@ def tree_capacity(depth: int, num_candidates: int, limit: int) -> int:
 
 
 class _Level(NamedTuple):
-    """What a depth keeps, in the total order: entries of one depth, or of all of them side by side."""
+    """What a depth keeps, in the total order."""
 
     score_BY: Tensor  # int64 fixed point, sum of log-probs along the path
     words: tuple[Tensor, ...]  # int64 [B, Y] each: the rank tuple, digits rank + 1, absent ones 0
@@ -60,8 +62,8 @@ def build_tree_ref(edge_BDRM: Tensor, budget: int) -> TreeNodes:
     """The tree of each row; edge[b, d, r, m] is the float32 log-prob of candidate m at depth d + 1
     below a parent that is candidate r of its depth (r = 0 where R = 1), descending in m.
 
-    A beam per depth keeps what can still be among the first `budget` nodes, then one selection over all
-    depths takes them. Shapes depend on (D, R, M, budget) alone.
+    A beam per depth keeps what can still be among the first `budget` nodes, then one selection over
+    all depths takes them. Shapes depend on (D, R, M, budget) alone.
     """
     B, D, R, M = edge_BDRM.shape
     assert 1 <= budget <= tree_capacity(D, M, budget), (budget, D, M)
@@ -85,8 +87,12 @@ def build_tree_ref(edge_BDRM: Tensor, budget: int) -> TreeNodes:
         score_BY = level.score_BY[:, parent_Y] + edge[:, depth - 1].flatten(1).gather(1, step)
         # A node has depth - 1 ancestors before it.
         order = _total_order(score_BY, words[: place + 1])[:, : budget - depth + 1]
-        level = _Level(score_BY.gather(1, order), tuple(word.gather(1, order) for word in words),
-                       rank_Y[order], parent_Y[order] + start)
+        level = _Level(
+            score_BY.gather(1, order),
+            tuple(word.gather(1, order) for word in words),
+            rank_Y[order],
+            parent_Y[order] + start,
+        )
         levels.append(level)
         start, width = start + width, order.shape[1]
     return _select(levels, budget)
@@ -95,25 +101,32 @@ def build_tree_ref(edge_BDRM: Tensor, budget: int) -> TreeNodes:
 def _select(levels: list[_Level], budget: int) -> TreeNodes:
     """The first `budget` entries of all depths in the total order, numbered in that order."""
     score = torch.cat([level.score_BY for level in levels], dim=1)
-    words = [torch.cat(parts, dim=1) for parts in zip(*(level.words for level in levels), strict=True)]
-    depth = torch.cat([torch.full_like(level.rank_BY, number)
-                       for number, level in enumerate(levels, start=1)], dim=1)
+    words = [
+        torch.cat(parts, dim=1) for parts in zip(*(level.words for level in levels), strict=True)
+    ]
+    depth = torch.cat(
+        [torch.full_like(level.rank_BY, number) for number, level in enumerate(levels, start=1)],
+        dim=1,
+    )
     chosen = _total_order(score, words)[:, :budget]
     node_of_entry = torch.zeros_like(score)
     nodes = torch.arange(1, budget + 1, device=score.device).expand_as(chosen)
     node_of_entry.scatter_(1, chosen, nodes)
     parent_entry = torch.cat([level.parent_BY for level in levels], dim=1).gather(1, chosen)
-    parent = torch.where(
-        parent_entry < 0, 0, node_of_entry.gather(1, parent_entry.clamp(min=0)))
+    parent = torch.where(parent_entry < 0, 0, node_of_entry.gather(1, parent_entry.clamp(min=0)))
     rank = torch.cat([level.rank_BY for level in levels], dim=1).gather(1, chosen)
     parent_BN = torch.nn.functional.pad(parent, (1, 0), value=-1)
     depth_BN = torch.nn.functional.pad(depth.gather(1, chosen), (1, 0))
     rank_BN = torch.nn.functional.pad(rank, (1, 0))
-    return TreeNodes(parent_BN, depth_BN, rank_BN, pack_ancestors(_ancestors(parent_BN, len(levels))))
+    return TreeNodes(
+        parent_BN, depth_BN, rank_BN, pack_ancestors(_ancestors(parent_BN, len(levels)))
+    )
 
 
 def _ancestors(parent_BN: Tensor, max_depth: int) -> Tensor:
-    """Bool [B, N, N]: is node j (last dim) node i or an ancestor of it. Doubles the reach each step."""
+    """Bool [B, N, N]: is node j (last dim) node i or an ancestor of it. Doubles the reach each
+    step.
+    """
     N = parent_BN.shape[1]
     jump = parent_BN.clamp(min=0)
     reach = torch.eye(N, dtype=torch.bool, device=parent_BN.device).expand(len(parent_BN), N, N)
@@ -126,7 +139,7 @@ def _ancestors(parent_BN: Tensor, max_depth: int) -> Tensor:
 
 
 def _total_order(score_BY: Tensor, words: list[Tensor]) -> Tensor:
-    """Places [B, Y] sorted by (score desc, words asc, first word first): least key first, stably."""
+    """Places [B, Y] sorted by (score desc, words asc), stable sorts from the least key up."""
     order = words[-1].argsort(dim=1, stable=True)
     for word in reversed(words[:-1]):
         order = order.gather(1, word.gather(1, order).argsort(dim=1, stable=True))
@@ -140,9 +153,9 @@ def _pairs(
 ) -> Tensor:
     """[2, Y]: (parent place, rank) pairs that can be among the first `budget` nodes at this depth.
 
-    Before child r of the p-th parent (both from 0) stand depth - 2 higher ancestors, p + 1 parents (at
-    depth > 1) and r better siblings; where scores do not depend on the parent, also the children
-    (p' <= p, r' <= r).
+    Before child r of the p-th parent (both from 0) stand depth - 2 higher ancestors, p + 1 parents
+    (at depth > 1) and r better siblings; where scores do not depend on the parent, also the
+    children (p' <= p, r' <= r).
     """
     pairs = []
     for parent in range(width):

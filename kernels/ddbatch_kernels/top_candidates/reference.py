@@ -11,7 +11,8 @@ CHUNK = 64  # tokens per chunk of the two-stage selection; any value gives the s
 
 
 def top_candidates_ref(logits_BDV: Tensor, num_candidates: int) -> tuple[Tensor, Tensor]:
-    """Tokens and log-probs of the candidates, both [B, D, M], ordered by (logit desc, token id asc).
+    """Tokens and log-probs of the candidates, both [B, D, M], ordered by (logit desc, token id
+    asc).
 
     logits: float32. token: int64. log-prob: float32(logit - logsumexp(logits)), not divided by a
     temperature. torch.topk leaves the order of equal values open, so values and ids are packed into
@@ -36,7 +37,7 @@ def top_candidates_ref(logits_BDV: Tensor, num_candidates: int) -> tuple[Tensor,
 
 
 def _ranked(value: Tensor, count: int, name: Tensor | None = None) -> Tensor:
-    """Places of the `count` first entries of the last dim by (value desc, name asc); name = place."""
+    """Places of the first `count` entries of the last dim by (value desc, name asc)."""
     bits = (value + 0.0).view(torch.int32).long()  # + 0.0: -0.0 equals 0.0, so their keys must too
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # integers that sort as the floats do
     if name is None:
