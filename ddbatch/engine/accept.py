@@ -1,8 +1,8 @@
 """Accept stage: walk each row's tree along the target's choices, and decide in token order where
 the row ends.
 
-In: tree, choice_BN, caps. Out: path_BK, num_accepted_B, emitted_BK, num_emitted_B, finish_B. Knows
-nothing about caches.
+In: tree, choice_BN, is_finite_BN, caps. Out: path_BK, num_accepted_B, emitted_BK, num_emitted_B,
+finish_B. Knows nothing about caches.
 """
 
 import torch
@@ -30,7 +30,9 @@ def accept(state: RoundState) -> None:
     num_emitted_B = torch.where(has_stop_B, stops_BK.int().argmax(dim=1) + 1, num_emitted_B)
     finish_B = torch.where(num_emitted_B >= room_B, int(Finish.LENGTH), int(Finish.LIVE))
     finish_B = torch.where(has_stop_B, int(Finish.STOP), finish_B)
-    finish_B = torch.where(state.is_finite_B, finish_B, int(Finish.NAN_LOGITS))
+    # Only draws that were emitted count: what stands beside the path changed nothing.
+    is_finite_B = state.is_finite_BN.gather(1, found.path_BK).all(dim=1)
+    finish_B = torch.where(is_finite_B, finish_B, int(Finish.NAN_LOGITS))
     state.path_BK.copy_(found.path_BK)
     state.emitted_BK.copy_(found.emitted_BK)
     state.num_emitted_B.copy_(torch.where(state.active_B, num_emitted_B, 0))

@@ -13,6 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ddbatch.models.dims import Rope
+from ddbatch.models.layers import GatedMlp
 from ddbatch.models.llama import Llama, LlamaLayer
 
 
@@ -26,9 +28,11 @@ class OracleStep(NamedTuple):
 class Oracle:
     """One sequence of one target; `scores` appends tokens and returns the scores after them."""
 
-    def __init__(self, target: Llama) -> None:
-        self.target = target
+    def __init__(self, target: Llama, tap_layers: tuple[int, ...] = ()) -> None:
+        """tap_layers: whose outputs `features` keeps, [T, C] a call, for a drafter."""
+        self.target, self.tap_layers = target, tap_layers
         self.length = 0
+        self.features: list[Tensor] = []
         self._cache: list[tuple[Tensor, Tensor]] = []
 
     @torch.inference_mode()
@@ -38,59 +42,76 @@ class Oracle:
         device = target.embed.device
         x = target.embed[torch.tensor(token_ids, device=device)].float()
         pos = torch.arange(self.length, self.length + len(token_ids), device=device)
+        tapped = []
         for number, layer in enumerate(target.layers):
             assert isinstance(layer, LlamaLayer)
-            x = x + self._attention(number, layer, self._norm(x, layer.input_norm.weight), pos)
-            y = self._norm(x, layer.mlp_norm.weight)
-            gate, up = (y @ layer.mlp.gate_up.weight.float().T).split(dims.mlp_width, dim=-1)
-            x = x + (gate * torch.sigmoid(gate) * up) @ layer.mlp.down.weight.float().T
+            y = norm(x, layer.input_norm.weight, dims.norm_eps)
+            x = x + self._attention(number, layer, y, pos)
+            x = x + gated_mlp(norm(x, layer.mlp_norm.weight, dims.norm_eps), layer.mlp)
+            if number in self.tap_layers:
+                tapped.append(x)
+        if tapped:
+            self.features.append(torch.cat(tapped, dim=-1))
         self.length += len(token_ids)
-        return self._norm(x, target.norm.weight) @ target.head.float().T
-
-    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        mean_square = x.pow(2).mean(dim=-1, keepdim=True)
-        return x / (mean_square + self.target.dims.norm_eps).sqrt() * weight.float()
-
-    def _rotate(self, x: Tensor, pos: Tensor) -> Tensor:
-        """x [T, heads, E] as E / 2 complex numbers (first half real), turned by pos * frequency."""
-        dims = self.target.dims
-        half = dims.head_width // 2
-        freq = dims.rope.theta ** (-torch.arange(half, device=x.device) / half)
-        scaling = dims.rope.llama3
-        if scaling is not None:
-            length = 2 * math.pi / freq
-            low = scaling.original_max_positions / scaling.low_freq_factor
-            high = scaling.original_max_positions / scaling.high_freq_factor
-            mix = (scaling.original_max_positions / length - scaling.low_freq_factor) / (
-                scaling.high_freq_factor - scaling.low_freq_factor
-            )
-            mixed = (1 - mix) * freq / scaling.factor + mix * freq
-            freq = torch.where(
-                length > low, freq / scaling.factor, torch.where(length < high, freq, mixed)
-            )
-        angle = pos[:, None, None].float() * freq
-        turned = torch.complex(x[..., :half], x[..., half:]) * torch.polar(
-            torch.ones_like(angle), angle
-        )
-        return torch.cat((turned.real, turned.imag), dim=-1)
+        logits: Tensor = norm(x, target.norm.weight, dims.norm_eps) @ target.head.float().T
+        return logits
 
     def _attention(self, number: int, layer: LlamaLayer, x: Tensor, pos: Tensor) -> Tensor:
         dims = self.target.dims
         qkv = (x @ layer.qkv.weight.float().T).unflatten(-1, (-1, dims.head_width))
         q, k, v = qkv.split([dims.heads, dims.kv_heads, dims.kv_heads], dim=1)
-        q, k = self._rotate(q, pos), self._rotate(k, pos)
+        q, k = rotate(q, pos, dims.rope), rotate(k, pos, dims.rope)
         if number < len(self._cache):
             k, v = (torch.cat(pair) for pair in zip(self._cache[number], (k, v), strict=True))
             self._cache[number] = (k, v)
         else:
             self._cache.append((k, v))
-        group = dims.heads // dims.kv_heads
-        k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
-        score = torch.einsum("qhe,khe->hqk", q, k) / math.sqrt(dims.head_width)
         is_later = torch.arange(len(k), device=x.device) > pos[:, None]
-        weight = score.masked_fill(is_later, -torch.inf).softmax(dim=-1)
-        out = torch.einsum("hqk,khe->qhe", weight, v).flatten(1)
-        return out @ layer.out.weight.float().T
+        return attention(q, k, v, ~is_later) @ layer.out.weight.float().T
+
+
+def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm by its formula."""
+    return x / (x.pow(2).mean(dim=-1, keepdim=True) + eps).sqrt() * weight.float()
+
+
+def gated_mlp(x: Tensor, mlp: GatedMlp) -> Tensor:
+    """down(silu(gate) * up) by its formula."""
+    gate, up = (x @ mlp.gate_up.weight.float().T).split(mlp.mlp_width, dim=-1)
+    out: Tensor = (gate * torch.sigmoid(gate) * up) @ mlp.down.weight.float().T
+    return out
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, is_visible: Tensor) -> Tensor:
+    """q [Q, H, E], k and v [Z, G, E], is_visible [Q, Z]; out [Q, H * E]."""
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+    score = torch.einsum("qhe,khe->hqk", q, k) / math.sqrt(q.shape[-1])
+    weight = score.masked_fill(~is_visible, -torch.inf).softmax(dim=-1)
+    return torch.einsum("hqk,khe->qhe", weight, v).flatten(1)
+
+
+def rotate(x: Tensor, pos: Tensor, rope: Rope) -> Tensor:
+    """x [T, heads, E] as E / 2 complex numbers (first half real), turned by pos * frequency."""
+    half = x.shape[-1] // 2
+    freq = rope.theta ** (-torch.arange(half, device=x.device) / half)
+    scaling = rope.llama3
+    if scaling is not None:
+        length = 2 * math.pi / freq
+        low = scaling.original_max_positions / scaling.low_freq_factor
+        high = scaling.original_max_positions / scaling.high_freq_factor
+        mix = (scaling.original_max_positions / length - scaling.low_freq_factor) / (
+            scaling.high_freq_factor - scaling.low_freq_factor
+        )
+        mixed = (1 - mix) * freq / scaling.factor + mix * freq
+        freq = torch.where(
+            length > low, freq / scaling.factor, torch.where(length < high, freq, mixed)
+        )
+    angle = pos[:, None, None].float() * freq
+    turned = torch.complex(x[..., :half], x[..., half:]) * torch.polar(
+        torch.ones_like(angle), angle
+    )
+    return torch.cat((turned.real, turned.imag), dim=-1)
 
 
 def decode(

@@ -18,7 +18,7 @@ from ddbatch.engine.admit import push_ready
 from ddbatch.engine.commit import append_context, write_cells
 from ddbatch.engine.state import Finish, RoundState, cell_of, is_stop, visible_keys
 from ddbatch.models.dflash import DFlash
-from ddbatch.models.layers import Planes
+from ddbatch.models.layers import Planes, Ragged, VisibleKeys
 from ddbatch.models.llama import Llama
 
 
@@ -42,10 +42,7 @@ class Piece(NamedTuple):
 
 
 def pack(placed: list[Placed], tokens_per_call: int) -> Iterator[list[Piece]]:
-    """Cut prompts into calls of at most tokens_per_call tokens, in order.
-
-    Only the first piece of a call can continue a prompt.
-    """
+    """Cut prompts into calls of at most tokens_per_call tokens, in order."""
     call: list[Piece] = []
     room = tokens_per_call
     for item in placed:
@@ -93,36 +90,59 @@ def _prefill_call(
     target: Llama, drafter: DFlash | None, state: RoundState, pieces: list[Piece]
 ) -> None:
     device = state.slot_B.device
+    sizes = [piece.stop - piece.start for piece in pieces]
+    starts = [piece.start for piece in pieces]
+    slots = [piece.placed.slot for piece in pieces]
     ids = [
-        token
+        token_id
         for piece in pieces
-        for token in piece.placed.prompt.token_ids[piece.start : piece.stop]
+        for token_id in piece.placed.prompt.token_ids[piece.start : piece.stop]
     ]
-    slots = [piece.placed.slot for piece in pieces for _ in range(piece.start, piece.stop)]
-    places = [pos for piece in pieces for pos in range(piece.start, piece.stop)]
-    token_T, slot_T, pos_T = torch.tensor([ids, slots, places], device=device)
-
-    first = pieces[0]
-    before_S = torch.arange(first.start, device=device)
-    addr_S = cell_of(state, torch.full_like(before_S, first.placed.slot), before_S)
-    is_own_T = slot_T == first.placed.slot
-    is_visible_TT = (slot_T[:, None] == slot_T) & (pos_T[:, None] >= pos_T)
-    is_visible_TZ = torch.cat((is_own_T[:, None].expand(-1, first.start), is_visible_TT), dim=1)
-    keys = visible_keys(addr_S[None], is_visible_TZ[None], state.scratch.k_LXGE.dtype)
+    token_T = torch.tensor(ids, device=device)
+    slot_R, start_R, size_R = torch.tensor([slots, starts, sizes], device=device)
+    row_T = torch.arange(len(pieces), device=device).repeat_interleave(size_R, output_size=len(ids))
+    begin_R = size_R.cumsum(0) - size_R  # a piece's first flat token
+    index_T = torch.arange(len(ids), device=device) - begin_R[row_T]
+    pos_T = start_R[row_T] + index_T
+    index_Q = torch.arange(max(sizes), device=device)
+    ragged = Ragged(
+        token_BQ=begin_R[:, None] + torch.minimum(index_Q, size_R[:, None] - 1),
+        place_T=row_T * max(sizes) + index_T,
+    )
+    keys = _causal_keys(state, slot_R, start_R, size_R, max(starts), max(sizes))
     tap_layers = () if drafter is None else drafter.dims.tap_layers
-    out = target(token_T, pos_T, state.target_cache, state.scratch, keys, tap_layers)
-    cell_T = cell_of(state, slot_T, pos_T)
+    out = target(
+        token_T,
+        pos_T,
+        state.target_cache,
+        state.scratch,
+        keys._replace(ragged=ragged),
+        tap_layers,
+    )
+    cell_T = cell_of(state, slot_R[row_T], pos_T)
     write_cells(
         state.target_cache, cell_T, Planes(*(plane[:, : len(ids)] for plane in state.scratch))
     )
     if drafter is not None:
         append_context(drafter, state, out.feature_TC, pos_T, cell_T)
-
     ends = [piece for piece in pieces if piece.is_last]
     if ends:
-        sizes = torch.tensor([piece.stop - piece.start for piece in pieces])
-        last = (sizes.cumsum(0) - 1)[[piece.is_last for piece in pieces]].to(device)
-        _first_token(state, ends, target.logits(out.hidden_TD[last]))
+        last_R = (begin_R + size_R - 1)[[piece.is_last for piece in pieces]]
+        _first_token(state, ends, target.logits(out.hidden_TD[last_R]))
+
+
+def _causal_keys(
+    state: RoundState, slot_R: Tensor, start_R: Tensor, size_R: Tensor, cached: int, queries: int
+) -> VisibleKeys:
+    """A token sees its prompt's earlier tokens: `cached` places of the cache, then its call's."""
+    before_S = torch.arange(cached, device=slot_R.device)
+    exists_RS = before_S < start_R[:, None]
+    addr_RS = cell_of(state, slot_R[:, None], before_S[None])
+    index_Q = torch.arange(queries, device=slot_R.device)
+    is_earlier_RQQ = (index_Q[:, None] >= index_Q) & (index_Q < size_R[:, None, None])
+    is_visible_RQZ = torch.cat((exists_RS[:, None].expand(-1, queries, -1), is_earlier_RQQ), dim=2)
+    addr_RS = torch.where(exists_RS, addr_RS, state.null_cell)
+    return visible_keys(addr_RS, is_visible_RQZ, state.scratch.k_LXGE.dtype)
 
 
 def _first_token(state: RoundState, ends: list[Piece], logits_RV: Tensor) -> None:

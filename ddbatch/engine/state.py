@@ -79,7 +79,7 @@ class RoundState:
     edge_BDM: Tensor  # float32 log-probs
     tree: DraftTree
     choice_BN: Tensor
-    is_finite_B: Tensor  # bool: no score of the row's nodes is NaN or inf
+    is_finite_BN: Tensor  # bool: is the best score of a node a number
     feature_TC: Tensor  # tapped states of the verified nodes, model dtype
     path_BK: Tensor
     num_accepted_B: Tensor
@@ -158,7 +158,7 @@ def allocate_state(
         edge_BDM=torch.zeros(B, D, M, dtype=torch.float32, device=device),
         tree=DraftTree(ints(B, N), ints(B, N, fill=-1), ints(B, N), root),
         choice_BN=ints(B, N),
-        is_finite_B=torch.ones(B, dtype=torch.bool, device=device),
+        is_finite_BN=torch.ones(B, N, dtype=torch.bool, device=device),
         feature_TC=torch.zeros(B * N, num_taps * target.width, dtype=dtype, device=device),
         path_BK=ints(B, D + 1),
         num_accepted_B=ints(B),

@@ -1,6 +1,6 @@
 """Verify stage: one target forward over every node of every tree.
 
-In: tree, lengths, target cache. Out: choice_BN, is_finite_B, feature_TC, scratch. Knows nothing
+In: tree, lengths, target cache. Out: choice_BN, is_finite_BN, feature_TC, scratch. Knows nothing
 about the drafter.
 """
 
@@ -35,4 +35,4 @@ def verify(target: Llama, state: RoundState, tap_layers: tuple[int, ...]) -> Non
     # Greedy: the first of equal scores, that is the lower token id. NaN wins a max, so it is seen.
     best = target.logits(out.hidden_TD).max(dim=-1)
     state.choice_BN.copy_(best.indices.unflatten(0, (B, N)))
-    state.is_finite_B.copy_(best.values.isfinite().unflatten(0, (B, N)).all(dim=-1))
+    state.is_finite_BN.copy_(best.values.isfinite().unflatten(0, (B, N)))

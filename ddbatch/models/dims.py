@@ -8,6 +8,7 @@ stops here with the key, its value and what is allowed. Knows nothing about weig
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -73,14 +74,14 @@ class DrafterDims:
 
 
 class ConfigFile:
-    """config.json of a model folder, with errors that name option, file, key, value and choices."""
+    """A JSON file of a model folder; its errors name option, file, key, value and choices."""
 
-    def __init__(self, option: str, folder: Path) -> None:
-        self.where = f"{option}={folder}: config.json"
-        path = folder / "config.json"
+    def __init__(self, option: str, folder: Path, name: str = "config.json") -> None:
+        self.where = f"{option}={folder}: {name}"
+        path = folder / name
         if not path.is_file():
             raise ValueError(
-                f"{option}={folder}: no config.json there; a Hugging Face model folder is expected"
+                f"{option}={folder}: no {name} there; a Hugging Face model folder is expected"
             )
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
@@ -121,6 +122,13 @@ class ConfigFile:
         value = self.required(key, int) if default is None else self.optional(key, int, default)
         if value < 1:
             raise ValueError(f"{self.where}: {key}={value}: at least 1 is required")
+        return value
+
+    def above_zero(self, key: str, default: float | None = None) -> float:
+        """A finite number above 0."""
+        value = self.required(key, float) if default is None else self.optional(key, float, default)
+        if not 0 < value < math.inf:
+            raise ValueError(f"{self.where}: {key}={value}: a finite number above 0 is required")
         return value
 
     def only(self, key: str, allowed: Value, default: Value | None = None) -> None:
@@ -167,14 +175,11 @@ def read_drafter_dims(folder: Path) -> DrafterDims:
         )
     config.only("attention_bias", False)
     decoder = _read_decoder(config, "dflash", default_theta=None)
+    windows = _read_windows(config, decoder.layers)
     dflash = config.section("dflash_config")
-    for key in ("selector_rank", "conv_kernel_size"):
-        if dflash.values.get(key) is not None:
-            raise ValueError(
-                f"{dflash.where}: {key}={dflash.values[key]!r}: DFlash 2 drafters are not "
-                "supported; allowed: DFlash"
-            )
-    block = (dflash if "block_size" in dflash.values else config).positive("block_size")
+    _check_variant(dflash, windows)
+    has_block = dflash.values.get("block_size") is not None
+    block = (dflash if has_block else config).positive("block_size")
     if block < 2:
         raise ValueError(f"{config.where}: block_size={block}: at least 2 is required")
     num_target_layers = config.positive("num_target_layers")
@@ -187,20 +192,57 @@ def read_drafter_dims(folder: Path) -> DrafterDims:
             f"0..{num_target_layers - 2} are required (num_target_layers="
             f"{num_target_layers})"
         )
+    # Features stand side by side in the order of the target's layers.
+    if list(tap_layers) != sorted(set(tap_layers)):
+        raise ValueError(
+            f"{dflash.where}: target_layer_ids={list(tap_layers)}: ascending ids are required"
+        )
     mask_token_id = dflash.required("mask_token_id", int)
     if not 0 <= mask_token_id < decoder.vocab:
         raise ValueError(
             f"{dflash.where}: mask_token_id={mask_token_id}: "
             f"0..{decoder.vocab - 1} is required (vocab_size={decoder.vocab})"
         )
-    return DrafterDims(
-        decoder,
-        block,
-        mask_token_id,
-        tap_layers,
-        num_target_layers,
-        _read_windows(config, decoder.layers),
+    return DrafterDims(decoder, block, mask_token_id, tap_layers, num_target_layers, windows)
+
+
+def _check_variant(dflash: ConfigFile, windows: tuple[int | None, ...]) -> None:
+    """Refuse what relatives of DFlash add: without it they would load and draft badly, silently."""
+    known = ("block_size", "mask_token_id", "mask_token", "target_layer_ids", "causal", "use_swa")
+    for key, value in dflash.values.items():
+        if key not in known and value is not None:
+            raise ValueError(
+                f"{dflash.where}: {key}={value!r}: DFlash 2 and other variants are not supported; "
+                f"allowed keys: {', '.join(known)}"
+            )
+    dflash.only("use_swa", False)
+    is_causal = dflash.values.get("causal")
+    is_sliding = [window is not None for window in windows]
+    if is_causal is not None and is_sliding != [is_causal] * len(windows):
+        raise ValueError(
+            f"{dflash.where}: causal={is_causal!r} does not fit these layer_types; allowed: null, "
+            "False where all are full_attention, True where all are sliding_attention"
+        )
+
+
+@dataclass(frozen=True)
+class GenerationAdvice:
+    """generation_config.json: eos ids are used; of the rest only what it recommends is told."""
+
+    eos_token_ids: tuple[int, ...]
+    recommended: tuple[str, ...]  # "temperature=0.6" and the like
+
+
+def read_generation_config(folder: Path) -> GenerationAdvice:
+    """What the target's generation_config.json says; nothing where there is none."""
+    if not (folder / "generation_config.json").is_file():
+        return GenerationAdvice((), ())
+    config = ConfigFile("model.path", folder, "generation_config.json")
+    keys = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    said = tuple(
+        f"{key}={config.values[key]}" for key in keys if config.values.get(key) is not None
     )
+    return GenerationAdvice(_read_eos(config), said)
 
 
 def _read_decoder(
@@ -231,7 +273,7 @@ def _read_decoder(
         head_width=head_width,
         mlp_width=config.positive("intermediate_size"),
         vocab=config.positive("vocab_size"),
-        norm_eps=config.optional("rms_norm_eps", float, 1e-6),
+        norm_eps=config.above_zero("rms_norm_eps", 1e-6),
         rope=_read_rope(config, default_theta),
         max_positions=config.positive("max_position_embeddings"),
         is_tied=config.optional("tie_word_embeddings", bool, False),
@@ -242,18 +284,20 @@ def _read_decoder(
 
 def _read_rope(config: ConfigFile, default_theta: float | None) -> Rope:
     """Newer configs nest theta in rope_parameters, older ones keep rope_theta and rope_scaling."""
-    is_nested = config.values.get("rope_parameters") is not None
-    scaling: ConfigFile | None
-    if is_nested:
-        scaling = holder = config.section("rope_parameters")
-    else:
-        holder = config
-        has_scaling = config.values.get("rope_scaling") is not None
-        scaling = config.section("rope_scaling") if has_scaling else None
-    if default_theta is None:
-        theta = holder.required("rope_theta", float)
-    else:
-        theta = holder.optional("rope_theta", float, default_theta)
+    nested, scaled = config.values.get("rope_parameters"), config.values.get("rope_scaling")
+    if nested is not None and scaled is not None and nested != scaled:
+        raise ValueError(
+            f"{config.where}: rope_scaling={scaled!r} beside rope_parameters={nested!r}; "
+            "allowed: one of them"
+        )
+    scaling, holder = None, config
+    if nested is not None:
+        # No default here: a theta per layer type, which other families nest, is not an absent one.
+        scaling, default_theta = config.section("rope_parameters"), None
+        holder = scaling if scaling.values.get("rope_theta") is not None else config
+    elif scaled is not None:
+        scaling = config.section("rope_scaling")
+    theta = holder.above_zero("rope_theta", default_theta)
     config.only("partial_rotary_factor", 1.0)
     if scaling is None:
         return Rope(theta)
@@ -265,15 +309,18 @@ def _read_rope(config: ConfigFile, default_theta: float | None) -> Rope:
         raise ValueError(
             f"{scaling.where}: rope_type={kind!r} is not supported; allowed: 'default', 'llama3'"
         )
-    return Rope(
-        theta,
-        Llama3Scaling(
-            factor=scaling.required("factor", float),
-            low_freq_factor=scaling.required("low_freq_factor", float),
-            high_freq_factor=scaling.required("high_freq_factor", float),
-            original_max_positions=scaling.required("original_max_position_embeddings", int),
-        ),
+    llama3 = Llama3Scaling(
+        factor=scaling.above_zero("factor"),
+        low_freq_factor=scaling.above_zero("low_freq_factor"),
+        high_freq_factor=scaling.above_zero("high_freq_factor"),
+        original_max_positions=scaling.positive("original_max_position_embeddings"),
     )
+    if llama3.low_freq_factor >= llama3.high_freq_factor:
+        raise ValueError(
+            f"{scaling.where}: low_freq_factor={llama3.low_freq_factor}: a number below "
+            f"high_freq_factor={llama3.high_freq_factor} is required"
+        )
+    return Rope(theta, llama3)
 
 
 def _read_windows(config: ConfigFile, layers: int) -> tuple[int | None, ...]:
@@ -289,12 +336,15 @@ def _read_windows(config: ConfigFile, layers: int) -> tuple[int | None, ...]:
         )
     if "sliding_attention" not in kinds:
         return (None,) * layers
+    config.only("use_sliding_window", True)
     window = config.positive("sliding_window")
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
 def _read_dtype(config: ConfigFile) -> DtypeName | None:
-    name = config.values.get("dtype", config.values.get("torch_dtype"))
+    name = config.values.get("dtype")
+    if name is None:
+        name = config.values.get("torch_dtype")
     if name is None:
         return None
     for known in DTYPE_NAMES:

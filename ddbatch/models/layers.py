@@ -27,16 +27,29 @@ class Planes(NamedTuple):
     v_LXGE: Tensor
 
 
+class Ragged(NamedTuple):
+    """How T flat tokens of rows with unequal counts stand in a grid of B rows x Q queries.
+
+    token_BQ: int64, the flat token of a place; a place beyond its row's count repeats a token of
+    the same row. place_T: int64, the place row * Q + query of a token.
+    """
+
+    token_BQ: Tensor
+    place_T: Tensor
+
+
 class VisibleKeys(NamedTuple):
     """Which keys a forward of B rows x Q tokens attends to.
 
     addr_BS: int64 cells of the cache planes, the row's committed prefix (any order, padding
     allowed). bias_BQZ: additive mask over [the S cached keys, the Q keys of this forward], Z = S +
-    Q; 0 where visible, -inf elsewhere. A query must see at least one key.
+    Q; 0 where visible, -inf elsewhere. A query must see at least one key. ragged: None where the
+    T = B x Q tokens fill the grid in order.
     """
 
     addr_BS: Tensor
     bias_BQZ: Tensor
+    ragged: Ragged | None = None
 
 
 def frozen(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
@@ -133,16 +146,25 @@ def apply_rope(x_THE: Tensor, rope_T2E: Tensor) -> Tensor:
 def attend(
     q_THE: Tensor, k_TGE: Tensor, v_TGE: Tensor, cache: Planes, layer: int, keys: VisibleKeys
 ) -> Tensor:
-    """Attention of B x Q flat tokens (T = B Q) over cached keys and their own; [T, H * E]."""
-    rows, num_queries = keys.bias_BQZ.shape[:2]
+    """Attention of T flat tokens over their rows' cached keys and each other; [T, H * E].
+
+    Each row is a batch entry of its own: not even a NaN reaches another row.
+    """
+    ragged = keys.ragged
+    if ragged is None:
+        grid = keys.bias_BQZ.shape[:2]
+        q, k, v = (x.unflatten(0, grid) for x in (q_THE, k_TGE, v_TGE))
+    else:
+        q, k, v = (x[ragged.token_BQ] for x in (q_THE, k_TGE, v_TGE))
     out_BQHE = attention(
-        q_THE.unflatten(0, (rows, num_queries)),
-        k_TGE.unflatten(0, (rows, num_queries)),
-        v_TGE.unflatten(0, (rows, num_queries)),
+        q,
+        k,
+        v,
         cache.k_LXGE[layer],
         cache.v_LXGE[layer],
         keys.addr_BS,
         keys.bias_BQZ,
         scale=q_THE.shape[-1] ** -0.5,
     )
-    return out_BQHE.flatten(2).flatten(0, 1)
+    out_TX = out_BQHE.flatten(2).flatten(0, 1)
+    return out_TX if ragged is None else out_TX[ragged.place_T]

@@ -59,6 +59,15 @@ def choose_dtype(option: str, dims: ModelDims, device: torch.device) -> DtypeNam
     return names[option]
 
 
+def set_numerics() -> None:
+    """No TF32 and no rounding to bf16 inside a sum: what the numerics rule is measured against."""
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+
+
 def load_target(
     folder: Path, dims: ModelDims, dtype: DtypeName, device: torch.device, num_positions: int
 ) -> Llama:

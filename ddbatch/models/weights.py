@@ -15,7 +15,7 @@ from torch import Tensor
 from ddbatch.models.dims import DTYPE_NAMES
 
 # Buffers that old checkpoints store although they follow from the config.
-DERIVED_SUFFIXES = (".rotary_emb.inv_freq",)
+DERIVED_SUFFIXES = ("rotary_emb.inv_freq",)
 STORED_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
@@ -31,8 +31,8 @@ def load_weights(option: str, folder: Path, destinations: dict[str, Tensor]) -> 
     missing, left_over = destinations.keys() - names, names - destinations.keys()
     if missing:
         raise ValueError(f"{where}: {len(missing)} tensors are missing: {_some(missing)}")
-    if left_over == {"lm_head.weight"} and "model.embed_tokens.weight" in names:
-        _check_tied(where, file_of)
+    if left_over == {"lm_head.weight"} and "model.embed_tokens.weight" in destinations:
+        _check_tied(where, file_of, destinations["model.embed_tokens.weight"])
     elif left_over:
         raise ValueError(
             f"{where}: {len(left_over)} tensors have no place in this architecture: "
@@ -62,6 +62,11 @@ def _index(where: str, folder: Path) -> dict[str, Path]:
                 f"{where}: {index.name}: not an index of a sharded checkpoint: {error!r}"
             ) from error
         files = sorted({folder / str(name) for name in weight_map.values()})
+        if single.is_file() and single not in files:
+            raise ValueError(
+                f"{where}: {single.name} and {index.name} are both there, and the index does not "
+                "name that file; allowed: one checkpoint"
+            )
     elif single.is_file():
         weight_map, files = {}, [single]
     else:
@@ -109,13 +114,14 @@ def _check_shapes(where: str, path: Path, wanted: dict[str, Tensor]) -> None:
                 )
 
 
-def _check_tied(where: str, file_of: dict[str, Path]) -> None:
+def _check_tied(where: str, file_of: dict[str, Path], embed: Tensor) -> None:
     """A tied model may store its head too, as long as it is the embedding."""
     pair = []
     for name in ("lm_head.weight", "model.embed_tokens.weight"):
+        _check_shapes(where, file_of[name], {name: embed})
         with safe_open(file_of[name], framework="pt") as tensors:
             pair.append(tensors.get_tensor(name))
-    if pair[0].shape != pair[1].shape or not bool((pair[0] == pair[1]).all()):
+    if not bool((pair[0] == pair[1]).all()):
         raise ValueError(
             f"{where}: tie_word_embeddings=true, but lm_head.weight differs from "
             "model.embed_tokens.weight"

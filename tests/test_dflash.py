@@ -1,0 +1,339 @@
+"""The DFlash drafter, held against a slow drafter written from the published description.
+
+The slow one reads the raw checkpoint, keeps no cache and works in float64: in every layer, keys and
+values of the whole context and of the block are made anew from their concatenation.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny import load_tiny_pair, read_drafter
+from torch import Tensor
+
+from ddbatch.engine.commit import append_context
+from ddbatch.engine.draft import draft
+from ddbatch.engine.plan import plan_cache, plan_shapes
+from ddbatch.engine.state import RoundState, allocate_state, cell_of
+from ddbatch.models.dflash import DFlash
+from ddbatch.models.layers import Planes, VisibleKeys
+from ddbatch.models.llama import Llama
+
+TOLERANCE = 1e-5  # largest difference, relative to the largest value
+MIXES = {
+    "full": (None, None, None),
+    "window 3, full last": (3, 3, None),
+    "window 7, full first": (None, 7, 7),
+    "window 3 everywhere": (3, 3, 3),
+    "window 1, mixed": (1, None, 1),
+}
+
+
+@dataclass
+class SlowDrafter:
+    """Raw tensors and config of a drafter and the target's embedding and head, all float64."""
+
+    config: dict[str, object]
+    tensors: dict[str, Tensor]
+    embed_VD: Tensor
+    head_VD: Tensor
+
+    def number(self, key: str) -> float:
+        value = self.config[key]
+        assert isinstance(value, (int, float))
+        return value
+
+    def hidden(self, feature_SC: Tensor, token_K: list[int]) -> Tensor:
+        """[K, D] after the final norm: a block after a context of S tokens."""
+        context = self.norm(feature_SC.double() @ self.tensors["fc.weight"].T, "hidden_norm")
+        x = self.embed_VD[token_K]
+        kinds = self.config["layer_types"]
+        assert isinstance(kinds, list)
+        for layer, kind in enumerate(kinds):
+            is_visible = self.visible(len(context), len(x), kind == "sliding_attention")
+            prefix = f"layers.{layer}"
+            x = x + self.attention(
+                prefix, self.norm(x, f"{prefix}.input_layernorm"), context, is_visible
+            )
+            y = self.norm(x, f"{prefix}.post_attention_layernorm")
+            gate, up = (
+                y @ self.weight(f"{prefix}.mlp.{part}").T for part in ("gate_proj", "up_proj")
+            )
+            x = x + (gate / (1 + (-gate).exp()) * up) @ self.weight(f"{prefix}.mlp.down_proj").T
+        return self.norm(x, "norm")
+
+    def logits(self, feature_SC: Tensor, token_K: list[int]) -> Tensor:
+        """[K - 1, V]: what the masked places propose."""
+        return self.hidden(feature_SC, token_K)[1:] @ self.head_VD.T
+
+    def visible(self, num_context: int, block: int, is_sliding: bool) -> Tensor:
+        """Bool [K, S + K], entry by entry."""
+        rows = []
+        for query in range(num_context, num_context + block):
+            if is_sliding:
+                window = self.number("sliding_window")
+                rows.append([0 <= query - key < window for key in range(num_context + block)])
+            else:
+                rows.append([True] * (num_context + block))
+        return torch.tensor(rows)
+
+    def attention(self, prefix: str, x: Tensor, context: Tensor, is_visible: Tensor) -> Tensor:
+        heads, kv_heads = (
+            int(self.number("num_attention_heads")),
+            self.number("num_key_value_heads"),
+        )
+        width = int(self.number("head_dim"))
+        source = torch.cat((context, x))
+        pos = torch.arange(len(source))
+        out = []
+        for head in range(heads):
+            group = int(head // (heads / kv_heads))
+            q = self.head(prefix, "q", head, x, width)
+            k = self.head(prefix, "k", group, source, width)
+            v = self.head(prefix, "v", group, source, width)
+            q = self.turn(self.norm(q, f"{prefix}.self_attn.q_norm"), pos[len(context) :])
+            k = self.turn(self.norm(k, f"{prefix}.self_attn.k_norm"), pos)
+            score = (q @ k.T / math.sqrt(width)).masked_fill(~is_visible, -math.inf)
+            out.append(score.softmax(dim=-1) @ v)
+        return torch.cat(out, dim=-1) @ self.weight(f"{prefix}.self_attn.o_proj").T
+
+    def head(self, prefix: str, kind: str, number: int, x: Tensor, width: int) -> Tensor:
+        weight = self.weight(f"{prefix}.self_attn.{kind}_proj")
+        return x @ weight[number * width : (number + 1) * width].T
+
+    def turn(self, x: Tensor, pos: Tensor) -> Tensor:
+        """Pair (i, i + E / 2) of each head turned by pos * theta^(-2 i / E)."""
+        half = x.shape[-1] // 2
+        turned = x.clone()
+        for i in range(half):
+            angle = pos.double() * self.number("rope_theta") ** (-i / half)
+            turned[:, i] = x[:, i] * angle.cos() - x[:, i + half] * angle.sin()
+            turned[:, i + half] = x[:, i + half] * angle.cos() + x[:, i] * angle.sin()
+        return turned
+
+    def norm(self, x: Tensor, name: str) -> Tensor:
+        eps = self.number("rms_norm_eps")
+        return x / (x.square().mean(dim=-1, keepdim=True) + eps).sqrt() * self.weight(name)
+
+    def weight(self, name: str) -> Tensor:
+        return self.tensors[f"{name}.weight"]
+
+
+def open_slow(tmp_path: Path) -> SlowDrafter:
+    config = json.loads((tmp_path / "drafter" / "config.json").read_text())
+    config |= config.get("rope_parameters", {})
+    tensors = load_file(tmp_path / "drafter" / "model.safetensors")
+    target = load_file(tmp_path / "target" / "model.safetensors")
+    embed = target["model.embed_tokens.weight"].double()
+    head = target.get("lm_head.weight", embed).double()
+    return SlowDrafter(config, {name: t.double() for name, t in tensors.items()}, embed, head)
+
+
+@dataclass
+class Trio:
+    target: Llama
+    drafter: DFlash
+    slow: SlowDrafter
+
+    def features(self, length: int, seed: int) -> Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        width = self.target.dims.width * len(self.drafter.dims.tap_layers)
+        return torch.randn(length, width, generator=generator)
+
+    def block(self, anchor: int) -> list[int]:
+        dims = self.drafter.dims
+        return [anchor] + [dims.mask_token_id] * (dims.block - 1)
+
+
+@pytest.fixture(scope="module", params=MIXES)
+def trio(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Trio:
+    folder = tmp_path_factory.mktemp("pair")
+    windows = MIXES[request.param]
+    target, drafter = load_tiny_pair(folder, windows=windows, drafter_layers=3, tied=False)
+    return Trio(target, drafter, open_slow(folder))
+
+
+def assert_close(ours: Tensor, theirs: Tensor) -> None:
+    assert ours.shape == theirs.shape
+    error = ((ours - theirs).abs().max() / theirs.abs().max()).item()
+    assert error < TOLERANCE, error
+
+
+@torch.inference_mode()
+def run_blocks(trio: Trio, contexts: list[Planes], anchors: list[int]) -> Tensor:
+    """Hidden states [B, K, D] of one block per row; contexts: keys and values [L, S, G, E] each.
+
+    Cells are shuffled, those that nobody owns are NaN, missing keys point at a cell of zeros.
+    """
+    drafter, block = trio.drafter, trio.drafter.dims.block
+    lengths = torch.tensor([context.k_LXGE.shape[1] for context in contexts])
+    rows, num_keys = len(contexts), int(lengths.max())
+    cells = torch.randperm(rows * num_keys, generator=torch.Generator().manual_seed(3))
+    addr_BS = cells.view(rows, num_keys).clone()
+    shape = (contexts[0].k_LXGE.shape[0], rows * num_keys + 1, *contexts[0].k_LXGE.shape[2:])
+    cache = Planes(torch.full(shape, torch.nan), torch.full(shape, torch.nan))
+    exists_BS = torch.arange(num_keys) < lengths[:, None]
+    for row, context in enumerate(contexts):
+        for plane, new in zip(cache, context, strict=True):
+            plane[:, addr_BS[row, : lengths[row]]] = new
+            plane[:, -1] = 0
+    addr_BS[~exists_BS] = rows * num_keys
+    pos_BK = lengths[:, None] + torch.arange(block)
+    is_full = torch.cat((exists_BS, torch.ones(rows, block, dtype=torch.bool)), dim=1)
+    pos_BZ = torch.cat((torch.arange(num_keys).expand(rows, -1), pos_BK), dim=1)
+    distance = pos_BK[:, :, None] - pos_BZ[:, None]
+    window = max((w for w in drafter.dims.windows if w is not None), default=0)
+    is_full = is_full[:, None].expand_as(distance)
+    is_sliding = is_full & (distance >= 0) & (distance < window)
+    full, sliding = (
+        VisibleKeys(addr_BS, torch.zeros(mask.shape).masked_fill(~mask, -torch.inf))
+        for mask in (is_full, is_sliding)
+    )
+    token_BK = torch.tensor([trio.block(anchor) for anchor in anchors])
+    x_TD = trio.target.embed[token_BK.flatten()]
+    return drafter(x_TD, pos_BK.flatten(), cache, full, sliding).unflatten(0, (rows, block))
+
+
+@torch.inference_mode()
+def context_of(trio: Trio, feature_SC: Tensor, sizes: list[int]) -> Planes:
+    """Context keys and values, made in pieces of the given sizes."""
+    assert sum(sizes) == len(feature_SC)
+    starts = [sum(sizes[:number]) for number in range(len(sizes))]
+    made = [
+        trio.drafter.context(feature_SC[start : start + size], torch.arange(start, start + size))
+        for start, size in zip(starts, sizes, strict=True)
+    ]
+    return Planes(*(torch.cat(planes, dim=1) for planes in zip(*made, strict=True)))
+
+
+@pytest.mark.parametrize("length", [1, 2, 6, 13])
+def test_a_block_after_a_whole_context_is_the_slow_drafters(trio: Trio, length: int) -> None:
+    features = trio.features(length, seed=length)
+    hidden = run_blocks(trio, [context_of(trio, features, [length])], [11])
+    assert_close(hidden[0], trio.slow.hidden(features, trio.block(11)))
+
+
+@pytest.mark.parametrize("sizes", [[1] * 13, [6, 1, 4, 2], [12, 1]])
+def test_a_context_appended_in_steps_is_the_whole_one(trio: Trio, sizes: list[int]) -> None:
+    features = trio.features(13, seed=20)
+    hidden = run_blocks(trio, [context_of(trio, features, sizes)], [12])
+    assert_close(hidden[0], trio.slow.hidden(features, trio.block(12)))
+
+
+def test_rows_of_unequal_context_do_not_disturb_each_other(trio: Trio) -> None:
+    features = [trio.features(length, seed=30 + length) for length in (13, 1, 6)]
+    anchors = [5, 6, 7]
+    contexts = [context_of(trio, feature, [len(feature)]) for feature in features]
+    hidden = run_blocks(trio, contexts, anchors)
+    for row, (feature, anchor) in enumerate(zip(features, anchors, strict=True)):
+        assert_close(hidden[row], trio.slow.hidden(feature, trio.block(anchor)))
+
+
+def fill_state(trio: Trio, features: list[Tensor], anchors: list[int], topk: int) -> RoundState:
+    """An engine state whose rows have these contexts, appended in two steps, pages of 4 tokens."""
+    rows, dims = len(features), trio.drafter.dims
+    plan = plan_shapes(
+        "ddtree",
+        budget=9,
+        topk=topk,
+        rows=rows,
+        block=dims.block,
+        vocab=trio.target.dims.vocab,
+        gemm_limit=None,
+        device="cpu",
+    )
+    cache_plan = plan_cache(rows, max_len=24, page=4, device="cpu")
+    state = allocate_state(
+        plan,
+        cache_plan,
+        target=trio.target.dims,
+        drafter=dims.decoder,
+        num_taps=len(dims.tap_layers),
+        max_new_tokens=4,
+        prefill_tokens=16,
+        stop_token_ids=(),
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
+    pages = torch.randperm(cache_plan.pages, generator=torch.Generator().manual_seed(4))
+    state.page_table_SP[:-1] = pages.view(cache_plan.slots, -1)
+    state.slot_B.copy_(torch.arange(rows).flip(0) * 2)
+    state.active_B[:] = True
+    for row, feature in enumerate(features):
+        slot = state.slot_B[row]
+        half = (len(feature) + 1) // 2
+        for pos in (torch.arange(half), torch.arange(half, len(feature))):
+            append_context(
+                trio.drafter, state, feature[pos], pos, cell_of(state, slot.expand(len(pos)), pos)
+            )
+        state.length_S[slot] = len(feature)
+        state.anchor_S[slot] = anchors[row]
+    state.num_keys = max(len(feature) for feature in features) + dims.block
+    return state
+
+
+@torch.inference_mode()
+def test_the_draft_stage_proposes_what_the_slow_drafter_ranks_first(trio: Trio) -> None:
+    features = [trio.features(length, seed=40 + length) for length in (13, 1, 6)]
+    anchors = [8, 9, 10]
+    state = fill_state(trio, features, anchors, topk=5)
+    draft(trio.target, trio.drafter, state)
+    for row, (feature, anchor) in enumerate(zip(features, anchors, strict=True)):
+        logits = trio.slow.logits(feature, trio.block(anchor))
+        best = logits.log_softmax(dim=-1).topk(6)
+        assert (best.values[:, :-1] - best.values[:, 1:]).min() > 1e-4, "a near-tie: other seed"
+        assert torch.equal(state.candidate_BDM[row], best.indices[:, :5])
+        torch.testing.assert_close(
+            state.edge_BDM[row].double(), best.values[:, :5], rtol=0, atol=1e-5
+        )
+
+
+def test_windows_change_what_is_drafted(tmp_path: Path) -> None:
+    """Guards the comparisons above: masks that did nothing would pass them all the same way."""
+    hidden = []
+    for windows in ((None, None), (3, None), (7, None)):
+        folder = tmp_path / str(windows[0])
+        target, drafter = load_tiny_pair(folder, windows=windows)
+        trio = Trio(target, drafter, open_slow(folder))
+        features = trio.features(13, seed=50)
+        hidden.append(run_blocks(trio, [context_of(trio, features, [13])], [3]))
+    for one, other in ((0, 1), (0, 2), (1, 2)):
+        assert (hidden[one] - hidden[other]).abs().max() > 0.01
+
+
+def test_new_config_keys_give_the_slow_drafter_too(tmp_path: Path) -> None:
+    target, drafter = load_tiny_pair(
+        tmp_path,
+        rope={"rope_theta": 321.0, "rope_type": "default"},
+        nested_keys=True,
+        drafter_nested_keys=True,
+        windows=(3, None),
+        block=4,
+    )
+    trio = Trio(target, drafter, open_slow(tmp_path))
+    assert (trio.slow.number("rope_theta"), drafter.dims.block) == (321.0, 4)
+    features = trio.features(13, seed=60)
+    hidden = run_blocks(trio, [context_of(trio, features, [13])], [3])
+    assert_close(hidden[0], trio.slow.hidden(features, trio.block(3)))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_half_context_is_the_float32_one_but_for_rounding(tmp_path: Path, dtype: str) -> None:
+    load_tiny_pair(tmp_path)
+    drafter = read_drafter(tmp_path / "drafter", tmp_path / "target", dtype)
+    features = torch.randn(6, 48, generator=torch.Generator().manual_seed(70))
+    torch_dtype: torch.dtype = getattr(torch, dtype)
+    pos = torch.arange(6)
+    context = drafter.context(features.to(torch_dtype), pos)
+    assert context.k_LXGE.dtype == torch_dtype
+    exact = read_drafter(tmp_path / "drafter").context(features, pos)
+    for half, full in zip(context, exact, strict=True):
+        assert ((half.float() - full).norm() / full.norm()).item() < 4 * torch.finfo(
+            torch_dtype
+        ).eps
