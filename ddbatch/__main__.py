@@ -39,8 +39,8 @@ Jobs
 
 Required
   model.path=DIR      the target: a Hugging Face checkpoint folder
-  data.path=FILES     the prompts: a .jsonl, .jsonl.gz or .parquet file, a folder
-                      of such files, or a glob
+  data.path=FILES     the prompts: a .jsonl, .jsonl.gz or .parquet file, a
+                      folder of such files, or a glob
   output_dir=DIR      where the completions go; it identifies the run
 
 Often used

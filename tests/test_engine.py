@@ -247,3 +247,31 @@ def test_counters_add_up(pair: Pair) -> None:
     # While prompts wait no row is idle: only the drain wastes row-rounds.
     longest = max(len(completion.accepted) for completion in done)
     assert stats.row_rounds - stats.live_row_rounds <= longest
+
+
+def test_rounds_without_a_poll_between_them_see_every_key(tmp_path: Path) -> None:
+    """How many keys attention looks at is bounded from what the host knows, polled or not."""
+    pair = load_tiny_pair(tmp_path, vocab=VOCAB, block=5)
+    (prompt,) = random_prompts([62], VOCAB, seed=1)
+    steps = oracle.decode(pair[0], tuple(prompt), max_new_tokens=40, stop_token_ids=())
+    engine = make_engine(*pair, rows=1, max_len=128, max_new_tokens=40)
+    engine.fill(iter(token_prompts([prompt], 40)))
+    while int(engine.state.finish_S[0]) == 0:
+        engine.step()
+    (done,) = engine.collect()
+    assert isinstance(done, Completion)
+    assert done.token_ids == tuple(step.token_id for step in steps)
+
+
+@pytest.mark.parametrize("method", ["autoregressive", "ddtree"])
+def test_of_equal_scores_the_lower_token_id_is_drawn(tmp_path: Path, method: str) -> None:
+    target, drafter = load_tiny_pair(tmp_path, vocab=97, tied=False)
+    target.head.zero_()
+    target.head[[5, 40, 90]] = 1.0
+    prompts = random_prompts([3, 8], 97)
+    for prompt, done in zip(
+        prompts, decode(make_engine(target, drafter, method=method), prompts), strict=True
+    ):
+        steps = oracle.decode(target, tuple(prompt), max_new_tokens=20, stop_token_ids=())
+        assert done.token_ids == tuple(step.token_id for step in steps)
+        assert set(done.token_ids) <= {0, 5}

@@ -5,13 +5,11 @@ Nine recorded rounds stand in golden_rounds.json with the drafter's scores; the 
 is compared where it lies beside the checkout.
 
 How the reference differs from us, seen in its traces and reproduced below:
-- It counts on past a stop token or the cap in its last round, so the last round is compared by what
-it
-  emits, and it strips mask-token ids.
+- It counts on past a stop token or the cap in its last round, so the last round is compared by
+  what it emits, and it strips mask-token ids.
 - Its token buffer ends budget + 1 places after the cap. Where that is less than a block away
-(budgets
-  below the block size only, near the cap) it drafts with a shorter block and reads its rows one
-  place early: those trees are worse than ours, and the tokens the same.
+  (budgets below the block size only, near the cap) it drafts with a shorter block and reads its
+  rows one place early: those trees are worse than ours, and the tokens the same.
 """
 
 from __future__ import annotations
@@ -158,7 +156,8 @@ def assert_rounds_agree(reference: Trace, accepted: tuple[int, ...], num_output:
     emitted = 1 + sum(accepted) + len(accepted)
     assert emitted - num_output in (0, 1)
     whole = accepted_to_the_end(reference)
-    if exact == len(whole) - 1:  # the last round, by its emitted prefix
+    is_short = slots_left(reference, 1 + sum(accepted[:exact]) + exact) < BLOCK
+    if exact == len(whole) - 1 and not is_short:  # the last round, by its emitted prefix
         assert len(accepted) == len(whole)
         assert accepted[-1] <= whole[-1]
 
@@ -263,7 +262,7 @@ def test_rounds_that_differ_come_from_the_references_short_block(loaded: Loaded)
         done = decode(engine, [prompt])[0]
         ours = trace(loaded.target, loaded.drafter, tuple(prompt), output, budget=8, topk=8)
         assert done.accepted == tuple(len(r.accepted_nodes) - 1 for r in ours)
-    assert num_short == 10
+    assert num_short == 7
 
 
 @shared

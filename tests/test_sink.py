@@ -302,7 +302,7 @@ def test_a_part_that_cannot_be_written_shows_no_file(
     def cut_short(rows: Sequence[schema.TableRow], kind: pa.Schema, file: Path) -> None:
         write_table(rows[:1], kind, file)
 
-    out = make_sink(tmp_path)
+    out = make_sink(tmp_path).__enter__()
     for row_id in range(4):
         out.write(finished(row_id))
     monkeypatch.setattr(sink, "write_table", cut_short)
@@ -350,7 +350,7 @@ def test_nothing_that_is_there_is_overwritten(tmp_path: Path) -> None:
 
 def test_a_final_name_that_appears_meanwhile_is_kept(tmp_path: Path) -> None:
     name = "shard-00000-part-000000.parquet"
-    out = make_sink(tmp_path)
+    out = make_sink(tmp_path).__enter__()
     (tmp_path / "completions" / name).write_text("theirs")
     out.write(finished())
     with pytest.raises(FileExistsError):
@@ -359,9 +359,11 @@ def test_a_final_name_that_appears_meanwhile_is_kept(tmp_path: Path) -> None:
 
 
 def test_a_start_that_was_cut_off_may_go_on(tmp_path: Path) -> None:
-    make_sink(tmp_path / "a").close()
+    with make_sink(tmp_path / "a"):
+        pass
     (tmp_path / "a" / "manifest.json").unlink()
-    make_sink(tmp_path / "a", manifest='{"x": 1}').close()
+    with make_sink(tmp_path / "a", manifest='{"x": 1}'):
+        pass
     assert (tmp_path / "a" / "manifest.json").read_text() == '{"x": 1}'
 
 
@@ -373,7 +375,7 @@ def test_a_file_system_without_hard_links_is_refused(
 
     monkeypatch.setattr(os, "link", refuse)
     with pytest.raises(ValueError, match=r"output_dir=.*no hard links"):
-        make_sink(tmp_path / "run")
+        make_sink(tmp_path / "run").__enter__()
 
 
 def test_no_file_names_the_machine_or_the_place(tmp_path: Path) -> None:

@@ -199,9 +199,9 @@ def test_named_columns_win_and_known_names_decide_only_when_alone(tmp_path: Path
         read(other)
     assert texts(read(other, prompt_column="q")) == ["bad_json", "x"]
     for name in ("prompt", "messages", "token_ids", "id"):
-        with pytest.raises(ValueError, match=rf"data.{name}_column='z'.*allowed: q, r"):
+        with pytest.raises(ValueError, match=rf"data.{name}_column=z:.*allowed: q, r"):
             read(other, **{f"{name}_column": "z"})
-    with pytest.raises(ValueError, match=r"data.keep_columns='z'.*allowed: q, r"):
+    with pytest.raises(ValueError, match=r"data.keep_columns=z:.*allowed: q, r"):
         read(other, prompt_column="q", keep_columns=["r", "z"])
 
 
@@ -210,7 +210,7 @@ def test_two_known_names_in_two_files_are_not_overlooked(tmp_path: Path) -> None
     pq.write_table(pa.table({"token_ids": [[1]]}), tmp_path / "b.parquet")
     with pytest.raises(ValueError, match="prompt, token_ids are all present"):
         read(tmp_path)
-    with pytest.raises(ValueError, match=r"data.prompt_column='prompt': no such column"):
+    with pytest.raises(ValueError, match=r"data.prompt_column=prompt: no such column"):
         read(tmp_path, prompt_column="prompt")
 
 
@@ -262,7 +262,7 @@ def test_an_input_that_cannot_be_read_is_refused_before_the_first_row(tmp_path: 
     for name, content in cases.items():
         if content is not None:
             (tmp_path / name).write_bytes(content)
-        with pytest.raises(ValueError, match=r"data\.path='.*" + name + r"'.*(allowed|built)"):
+        with pytest.raises(ValueError, match=r"data\.path=.*" + name + r":.*(allowed|built)"):
             # Not consumed: the call itself must refuse.
             read_prompts(
                 tmp_path / name,

@@ -76,8 +76,8 @@ class PromptEncoder:
         for option, value in unused.items():
             if source is None and value is not None:
                 raise ValueError(
-                    f"data.{option}={value!r}: there is no chat template to use it "
-                    f"(data.template={template!r}); allowed: null, or set a template"
+                    f"data.{option}={value}: there is no chat template to use it "
+                    f"(data.template={template}); allowed: null, or set a template"
                 )
         variables = {**special, **kwargs}
         return cls(
@@ -111,7 +111,7 @@ class PromptEncoder:
         else:
             if self.template is None:
                 raise ValueError(
-                    f"data.template={self.template_option!r}: the input has messages and there is "
+                    f"data.template={self.template_option}: the input has messages and there is "
                     "no chat template; allowed: a template file, or auto where the model has one"
                 )
             messages = json.loads(prompt.messages_json)
@@ -132,7 +132,7 @@ class PromptEncoder:
         if prompt.token_ids is not None:
             if self.system_prompt is not None:
                 raise ValueError(
-                    f"data.system_prompt={self.system_prompt!r}: a prompt of token ids is taken as "
+                    f"data.system_prompt={self.system_prompt}: a prompt of token ids is taken as "
                     "it is; allowed: null"
                 )
             return prompt.token_ids
@@ -168,7 +168,7 @@ def _checked(
 
 def _bad_file(file: Path, problem: str) -> ValueError:
     return ValueError(
-        f"model.path={str(file.parent)!r}: {file.name} {problem}; "
+        f"model.path={file.parent}: {file.name} {problem}; "
         "allowed: a model folder with a tokenizer.json"
     )
 
@@ -270,7 +270,7 @@ def _read_text(option: str, value: str, file: Path) -> str:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(
-            f"{option}={value!r}: {file.name} cannot be read ({error}); "
+            f"{option}={value}: {file.name} cannot be read ({error}); "
             "allowed for data.template: auto, none or a jinja file"
         ) from error
 
@@ -281,8 +281,8 @@ def _compile(
     try:
         return ChatTemplate(source, variables=variables, now=datetime.now())
     except jinja2.TemplateError as error:
-        origin = f"model.path={str(model_dir)!r}, " if template == "auto" else ""
+        origin = f"model.path={model_dir}, " if template == "auto" else ""
         raise ValueError(
-            f"{origin}data.template={template!r}: the chat template does not compile ({error}); "
+            f"{origin}data.template={template}: the chat template does not compile ({error}); "
             "allowed: auto, none or a jinja file"
         ) from error

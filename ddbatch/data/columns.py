@@ -119,7 +119,7 @@ def choose_columns(
     for name in keep_columns:
         require_column("data.keep_columns", name, present)
     if len(named) > 1:
-        given = ", ".join(f"{option}={name!r}" for option, name in named.items())
+        given = ", ".join(f"{option}={name}" for option, name in named.items())
         raise ValueError(f"{given}: only one of them may be set")
     if named:
         option, prompt = next(iter(named.items()))
@@ -132,7 +132,7 @@ def choose_columns(
 def require_column(option: str, name: str, present: Sequence[str]) -> None:
     """Refuse a named column that the data do not have."""
     if name not in present:
-        raise ValueError(f"{option}={name!r}: no such column; allowed: {', '.join(present)}")
+        raise ValueError(f"{option}={name}: no such column; allowed: {', '.join(present)}")
 
 
 def _known_column(present: Sequence[str]) -> tuple[str, PromptKind]:

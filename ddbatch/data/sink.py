@@ -46,6 +46,8 @@ are configs of their own. `manifest.json` tells how they were made.
 Rows are sorted by that key inside a file; files are in the order in which rows finished.
 """
 
+_ADVICE = "choose another output_dir"
+_TAKEN = f"already holds a run; resume is not built yet, {_ADVICE}"
 _LINK_REFUSED = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 
 _ABOUT = {
@@ -56,7 +58,7 @@ _ABOUT = {
 
 
 class Sink:
-    """A run's output folder, open for writing. Use it in a `with` statement.
+    """A run's output folder. Made: it is checked. Entered with `with`: it is created and open.
 
     Rows are kept until part_rows of them make a part. Leaving the `with` block writes the rest,
     also when an exception is on its way: what is finished is not lost.
@@ -71,7 +73,7 @@ class Sink:
         part_rows: int,
         manifest: str,
     ) -> None:
-        """Start a new run there; manifest is the JSON text of manifest.json."""
+        """A new run there, refused where one is; manifest is the JSON text of manifest.json."""
         if part_rows < 1:
             raise ValueError(f"output.part_rows={part_rows}: allowed: a positive number of rows")
         assert isinstance(json.loads(manifest), dict), "the manifest is no JSON object"
@@ -87,9 +89,11 @@ class Sink:
         self._rows: dict[str, dict[Key, TableRow]] = {table: {} for table in schemas}
         # A name of its own, so that two starts at once do not write into each other's files.
         self._tmp = output_dir / ".ddbatch" / "tmp" / uuid.uuid4().hex
-        self._start(manifest)
+        self._manifest = manifest
+        self._refuse_taken()
 
     def __enter__(self) -> Sink:
+        self._start()
         return self
 
     def __exit__(
@@ -145,35 +149,37 @@ class Sink:
         for table in tables:
             _publish(self._tmp / f"{table}-{name}", self._output_dir / table / name)
 
-    def _start(self, manifest: str) -> None:
-        """Make the folders, the card and, last, the manifest, which makes the folder a run."""
-        place, card = self._output_dir, self._card()
-        readme = place / "README.md"
-        refused, advice = f"output_dir={str(place)!r}", "choose another output_dir"
-        taken = f"{refused} already holds a run; resume is not built yet, {advice}"
+    def _refuse_taken(self) -> None:
+        """ValueError where the folder is no place for a new run; nothing is made."""
+        place = self._output_dir
+        refused = f"output_dir={place}"
         if place.exists() and not place.is_dir():
-            raise ValueError(f"{refused} is no folder; {advice}")
+            raise ValueError(f"{refused} is no folder; {_ADVICE}")
         held = [place / table for table in _ABOUT if (place / table).exists()]
         if (place / "manifest.json").exists() or any(any(folder.iterdir()) for folder in held):
-            raise ValueError(taken)
+            raise ValueError(f"{refused} {_TAKEN}")
         # Our own card without a manifest is a start that was cut off: it may go on.
-        has_card = readme.exists()
-        if has_card and readme.read_bytes() != card.encode():
-            raise ValueError(f"{refused} holds a README.md of something else; {advice}")
+        readme = place / "README.md"
+        if readme.exists() and readme.read_bytes() != self._card().encode():
+            raise ValueError(f"{refused} holds a README.md of something else; {_ADVICE}")
+
+    def _start(self) -> None:
+        """Make the folders, the card and, last, the manifest, which makes the folder a run."""
+        place = self._output_dir
         for folder in (self._tmp, *(place / table for table in self._schemas)):
             folder.mkdir(parents=True, exist_ok=True)
         try:
-            if not has_card:
-                self._publish_text(card, readme)
-            self._publish_text(manifest, place / "manifest.json")
+            if not (place / "README.md").exists():
+                self._publish_text(self._card(), place / "README.md")
+            self._publish_text(self._manifest, place / "manifest.json")
         except FileExistsError as error:
-            raise ValueError(taken) from error
+            raise ValueError(f"output_dir={place} {_TAKEN}") from error
         except OSError as error:
             if error.errno not in _LINK_REFUSED:
                 raise
             raise ValueError(
-                f"{refused}: its file system has no hard links, which keep a file from being "
-                f"overwritten; {advice}"
+                f"output_dir={place}: its file system has no hard links, which keep a file from "
+                f"being overwritten; {_ADVICE}"
             ) from error
 
     def _publish_text(self, text: str, final: Path) -> None:

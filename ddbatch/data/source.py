@@ -65,7 +65,7 @@ def read_prompts(
     files = list_files(path)
     look = _look(path, files)
     if not look.has_rows:
-        raise ValueError(f"data.path={str(path)!r}: no rows in it; allowed: {_ALLOWED} with rows")
+        raise ValueError(f"data.path={path}: no rows in it; allowed: {_ALLOWED} with rows")
     if not look.tables:
         # No line could be parsed: every row will be rejected, whatever the columns.
         columns = Columns(prompt_column or "prompt", "text", id_column, tuple(keep_columns))
@@ -87,7 +87,7 @@ def read_prompts(
 def list_files(path: str | Path) -> list[Path]:
     """The input files behind data.path, in natural order of their names (2 before 10)."""
     place, text = Path(path), str(path)
-    refused = f"data.path={text!r}"
+    refused = f"data.path={text}"
     if place.is_file():
         files = [place]
     elif place.is_dir():
@@ -162,7 +162,7 @@ def _readable(path: str | Path, file: Path) -> Iterator[None]:
         yield
     except (OSError, EOFError, zlib.error, pa.ArrowException) as error:
         raise ValueError(
-            f"data.path={str(path)!r}: {file.name} cannot be read ({error}); allowed: {_ALLOWED}"
+            f"data.path={path}: {file.name} cannot be read ({error}); allowed: {_ALLOWED}"
         ) from error
 
 

@@ -130,6 +130,7 @@ class Engine:
         rounded = -(-self._longest // KEY_STEP) * KEY_STEP
         self.state.num_keys = min(rounded, self.cache_plan.max_len)
         run_round(self.target, self.drafter, self.state)
+        self._longest += self.plan.draft_depth + 1  # at most; the next poll says exactly
         self.stats.rounds += 1
         self.stats.row_rounds += self.plan.rows
 

@@ -126,10 +126,11 @@ def decode(
     steps: list[OracleStep] = []
     fresh = list(prompt_ids)
     while len(steps) < max_new_tokens:
-        best, token = oracle.scores(fresh)[-1].topk(2)
-        # topk leaves the order of equal scores open; the rule is the lower token id.
-        token_id = int(token.min() if best[0] == best[1] else token[0])
-        steps.append(OracleStep(token_id, float(best[0] - best[1])))
+        scores_V = oracle.scores(fresh)[-1]
+        first, second = scores_V.topk(2).values.tolist()
+        # Of equal scores the lower token id is drawn; topk leaves their order open.
+        token_id = int((scores_V == first).nonzero()[0])
+        steps.append(OracleStep(token_id, first - second))
         if token_id in stop_token_ids:
             break
         fresh = [token_id]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import cast
@@ -97,10 +96,12 @@ def run(config: Config) -> int:
         part_rows=config.output.part_rows,
         manifest=_manifest(config, pair, plan),
     )
+    # Weights are read before the folder is made: a broken checkpoint leaves nothing behind.
+    engine = _load_engine(config, pair, plan, cache_plan, work) if work.tokens else None
     with sink:
         for rejected in work.rejected:
             sink.reject(rejected)
-        figures = _decode(config, encoder, pair, plan, cache_plan, work, sink)
+        figures = _decode(config, encoder, engine, work, sink)
     print_summary(config, figures, plan, pair.recommended)
     if figures.is_engine_broken:
         print(
@@ -204,38 +205,26 @@ def _read_work(config: Config, encoder: PromptEncoder, pair: Pair) -> Work:
 
 
 def _decode(
-    config: Config,
-    encoder: PromptEncoder,
-    pair: Pair,
-    plan: ShapePlan,
-    cache_plan: CachePlan,
-    work: Work,
-    sink: Sink,
+    config: Config, encoder: PromptEncoder, engine: Engine | None, work: Work, sink: Sink
 ) -> RunFigures:
     figures = RunFigures(rows=len(work.tokens) + len(work.rejected), rejected=len(work.rejected))
-    if not work.tokens:
+    if engine is None:
         return figures
-    engine = _load_engine(config, pair, plan, cache_plan, work)
-    prompts = {prompt.key: prompt for prompt in work.tokens}
+    tokens = {prompt.key: prompt for prompt in work.tokens}
     progress, num_nan_rows = Progress(len(work.tokens)), 0
     started = time.monotonic()
-    for done in _results(engine, work):
+    for done in engine.run(iter(work.tokens)):
+        prompt = work.prompts[done.key]
         if isinstance(done, Rejected):
-            num_nan_rows += 1
-            sink.reject(
-                replace(
-                    done,
-                    user_id=work.prompts[done.key].user_id,
-                    raw_json=work.prompts[done.key].raw_json,
-                )
-            )
+            sink.reject(replace(done, user_id=prompt.user_id, raw_json=prompt.raw_json))
             figures.rejected += 1
+            num_nan_rows += 1
             if num_nan_rows == MAX_NAN_ROWS:
                 figures.is_engine_broken = True
                 break
             continue
         num_nan_rows = 0
-        row = _finished_row(config, encoder, work.prompts[done.key], prompts[done.key], done)
+        row = _finished_row(config, encoder, prompt, tokens[done.key], done)
         sink.write(row)
         figures.add(row)
         progress.update(len(done.token_ids), len(done.accepted))
@@ -243,10 +232,6 @@ def _decode(
     figures.seconds = time.monotonic() - started
     figures.stats = engine.stats
     return figures
-
-
-def _results(engine: Engine, work: Work) -> Iterator[Completion | Rejected]:
-    return engine.run(iter(work.tokens))
 
 
 def _load_engine(
