@@ -1,11 +1,10 @@
 """The Llama target and the oracle, held against transformers on small random models.
 
-Set DDBATCH_SMOLLM2 to a folder of SmolLM2-135M-Instruct to hold the real model too.
+The real target is held too where it can be had.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from conftest import RealPair
 from tiny import LLAMA3_ROPE, read_target, write_target
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -423,13 +423,11 @@ def test_the_oracles_scores_and_gaps_are_those_of_transformers(twins: Twins) -> 
 
 
 @pytest.fixture(scope="module")
-def smollm2() -> Twins:
-    folder = os.environ.get("DDBATCH_SMOLLM2")
-    if folder is None:
-        pytest.skip("DDBATCH_SMOLLM2 names no folder of SmolLM2-135M-Instruct")
-    return open_twins(Path(folder))
+def smollm2(real_pair: RealPair) -> Twins:
+    return open_twins(real_pair.target)
 
 
+@pytest.mark.shared
 @pytest.mark.parametrize("length", [1, 2, 7, 33])
 def test_smollm2_gives_transformers_scores(smollm2: Twins, length: int) -> None:
     ids = random_ids(length, smollm2.ours.dims.vocab, seed=length)
@@ -438,6 +436,7 @@ def test_smollm2_gives_transformers_scores(smollm2: Twins, length: int) -> None:
     assert_close(ours, smollm2.expected(ids))
 
 
+@pytest.mark.shared
 def test_smollm2_decodes_as_transformers_generates(smollm2: Twins) -> None:
     ids = random_ids(7, smollm2.ours.dims.vocab, seed=1)
     steps = decode(smollm2.ours, tuple(ids), max_new_tokens=24, stop_token_ids=())
