@@ -37,9 +37,9 @@ def make_engine(
         block=drafter.dims.block if drafter else 1,
         vocab=target.dims.vocab,
         gemm_limit=None,
-        device="cpu",
+        device=target.embed.device.type,
     )
-    cache_plan = plan_cache(rows, max_len=max_len, page=page, device="cpu")
+    cache_plan = plan_cache(rows, max_len=max_len, page=page, device=target.embed.device.type)
     return Engine(
         target,
         drafter if plan.nodes > 1 else None,

@@ -32,7 +32,7 @@ from ddbatch.engine.oracle_ddtree import draft_scores, oracle_round, trace
 from ddbatch.models.dflash import DFlash
 from ddbatch.models.dims import read_drafter_dims, read_target_dims
 from ddbatch.models.llama import Llama
-from ddbatch.models.load import load_drafter, load_target
+from ddbatch.models.load import load_drafter, load_target, set_numerics
 from ddbatch_kernels.accept_tree import accept_tree
 from ddbatch_kernels.ancestors import pack_ancestors
 from ddbatch_kernels.build_tree import build_tree
@@ -89,7 +89,7 @@ def test_the_references_paths_are_walked(case: Trace) -> None:
 
 @dataclass(frozen=True)
 class Loaded:
-    """The real pair in float32 on the CPU, and the traces."""
+    """The real pair in float32, on a GPU where there is one, and the traces."""
 
     target: Llama
     drafter: DFlash
@@ -103,7 +103,8 @@ class Loaded:
 def loaded(real_pair: RealPair) -> Iterator[Loaded]:
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
-    device = torch.device("cpu")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    set_numerics()
     lines = (real_pair.golden / "smollm2_fp32.jsonl").read_text().splitlines()
     yield Loaded(
         load_target(real_pair.target, read_target_dims(real_pair.target), "float32", device, 512),
@@ -182,6 +183,7 @@ def test_the_command_reproduces_every_trace(
                 f"data.path={data}",
                 f"output_dir={out}",
                 f"sampling.max_new_tokens={CAP}",
+                "model.dtype=float32",
                 choice,
             ]
         )

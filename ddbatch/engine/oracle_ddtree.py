@@ -121,9 +121,10 @@ def oracle_round(
     logprob_DV = scores_DV - scores_DV.logsumexp(dim=-1, keepdim=True)
     # A stable sort keeps the lower token id first among equal scores.
     candidate_DM = scores_DV.sort(dim=-1, descending=True, stable=True).indices[:, :topk]
+    candidates = candidate_DM.tolist()
     nodes = best_first(logprob_DV.gather(1, candidate_DM)[:, None], budget)
     number = {ranks: place for place, ranks in enumerate(nodes, start=1)}
-    token_ids = [int(candidate_DM[len(ranks) - 1, ranks[-1]]) for ranks in nodes]
+    token_ids = [candidates[len(ranks) - 1][ranks[-1]] for ranks in nodes]
     accepted: list[int] = [0]
     here: tuple[int, ...] = ()
     for token_id in next_ids:
