@@ -94,7 +94,8 @@ def config_folder() -> Path:
 def _configure(arguments: Sequence[str]) -> Config | None:
     """The accepted configuration; None if the command line only asked to show it."""
     from ddbatch import cli
-    from ddbatch.config import check_job, load
+    from ddbatch.checks import check_job
+    from ddbatch.config import load
 
     line = cli.read(arguments)
     try:

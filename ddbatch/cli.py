@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher, get_close_matches
 
-from ddbatch.config import BUILT_JOBS, FREE_DICTS, JOBS, RULES, check_job, option_types
+from ddbatch.checks import BUILT_JOBS, FREE_DICTS, JOBS, RULES, check_job
+from ddbatch.config import option_types
 
 OPTION_TYPES = option_types()
 GROUPS = {key.split(".")[0] for key in OPTION_TYPES if "." in key}

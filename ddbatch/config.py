@@ -1,28 +1,21 @@
-"""The options: one typed class per group, and what a composed configuration must satisfy.
+"""The options: one typed class per group, and how a composed configuration becomes one.
 
-`load` turns what Hydra composed into a plain `Config` tree; from there on nobody else knows
-omegaconf. Names and defaults are a public contract. Knows nothing about the command line, and opens
-none of the files that it names.
+`load` turns what Hydra composed into a plain, checked `Config` tree; from there on nobody else
+knows omegaconf. Names and defaults are a public contract. Knows nothing about the command line, and
+opens none of the files that it names.
 """
 
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
-from difflib import get_close_matches
-from functools import reduce
-from pathlib import Path
-from re import fullmatch
 from typing import Any, get_type_hints
 
 from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-JOBS: tuple[str, ...] = ("generate", "check", "status", "merge", "estimate", "verify", "bench")
-JOBS += ("sweep", "probe", "train", "report")
-BUILT_JOBS = ("generate",)
+from ddbatch.checks import FILES, REQUIRED, check, check_job, option
 
 
 @dataclass
@@ -148,97 +141,6 @@ class Config:
     shards: ShardsConfig = field(default_factory=ShardsConfig)
 
 
-LARGEST = sys.float_info.max  # no limit, but neither inf nor nan passes
-
-
-@dataclass(frozen=True)
-class Rule:
-    """Allowed values of an option: some words, or a number from `low` to `high`, or both."""
-
-    words: tuple[str, ...] = ()
-    low: float | None = None
-    high: float = LARGEST
-    is_open: bool = False  # low itself is refused
-    is_whole: bool = True
-
-    def allows(self, value: object) -> bool:
-        kinds = int if self.is_whole else (int, float)
-        if self.low is None or isinstance(value, bool) or not isinstance(value, kinds):
-            return shown(value) in self.words
-        return self.low <= value <= self.high and not (self.is_open and value == self.low)
-
-    def __str__(self) -> str:
-        choices = list(self.words)
-        if self.low is not None:
-            kind = "an integer" if self.is_whole else "a number"
-            bounds = f">{'' if self.is_open else '='} {self.low}"
-            if self.high != LARGEST:
-                bounds = f"in {'(' if self.is_open else '['}{self.low}, {self.high}]"
-            choices.append(f"{kind} {bounds}")
-        return " or ".join([", ".join(choices[:-1]), choices[-1]] if choices[1:] else choices)
-
-
-AUTO_OR_COUNT = Rule(("auto",), low=1)
-COUNT = Rule(low=1)
-FRACTION = Rule(low=0, high=1, is_whole=False)
-
-# Only what the types cannot say. A rule of a list holds for each of its items.
-RULES: dict[str, Rule] = {
-    "model.dtype": Rule(("auto", "float32", "bfloat16", "float16")),
-    "model.hash": Rule(("fast", "full")),
-    "drafter.block": Rule(low=2),
-    "data.turns": Rule(("last", "all", "continue")),
-    "data.limit": COUNT,
-    "data.grow": Rule(("append", "refuse")),
-    "data.on_long": Rule(("reject", "truncate_left")),
-    "data.select": Rule(("all", "truncated", "rejected")),
-    "sampling.temperature": Rule(low=0, is_whole=False),
-    "sampling.top_p": Rule(low=0, high=1, is_open=True, is_whole=False),
-    "sampling.top_k": Rule(low=0),
-    "sampling.min_p": FRACTION,
-    "sampling.max_new_tokens": COUNT,
-    "sampling.n": COUNT,
-    "sampling.seed": Rule(low=0, high=2**63 - 1),
-    "sampling.stop_token_ids": Rule(low=0),
-    "sampling.top_logprobs": Rule(low=0),
-    "engine.method": Rule(("auto", "ddtree", "chain", "autoregressive")),
-    "engine.budget": Rule(("auto",), low=0),
-    "engine.topk": AUTO_OR_COUNT,
-    "engine.spine": Rule(("off", "on", "auto")),
-    "engine.rows": AUTO_OR_COUNT,
-    "engine.max_len": AUTO_OR_COUNT,
-    "engine.page": AUTO_OR_COUNT,
-    "engine.gemm_limit": Rule(("null", "auto"), low=1),
-    "engine.capture": Rule(("auto", "true", "false")),
-    "engine.on_gate_failure": Rule(("stop", "fallback")),
-    "engine.audit_rate": FRACTION,
-    "output.part_seconds": COUNT,
-    "output.part_rows": COUNT,
-    "output.max_error_rate": FRACTION,
-    "output.resume": Rule(("auto", "never", "require", "repair")),
-    "output.grace_seconds": Rule(low=0),
-    "output.store": Rule(("prompt_ids", "acceptance")),
-    "shards.rows": COUNT,
-    "shards.start": Rule(("auto",), low=0),
-}
-
-# Options of later releases: nothing but the default is accepted, and what ALSO_BUILT lists.
-NOT_BUILT: dict[str, str] = {
-    "model": "revision hash",
-    "data": "name revision split tools_column sampling_column template_date turns grow select",
-    "sampling": "temperature top_p top_k min_p n stop stop_file logprobs top_logprobs",
-    "engine": "spine capture gate on_gate_failure audit_rate reproducible",
-    "output": "part_seconds max_error_rate resume grace_seconds card",
-    "shards": "rows start wait",
-}
-ALSO_BUILT: dict[str, tuple[object, ...]] = {"engine.capture": (False,)}
-
-REQUIRED = ("model.path", "data.path", "output_dir")
-FILES = ("drafter.path", "data.system_prompt_file", "data.template", "sampling.stop_file")
-PATHS = REQUIRED + FILES
-FREE_DICTS = ("data.chat_template_kwargs", "output.card")
-
-
 def option_types(group: type = Config, prefix: str = "") -> dict[str, object]:
     """Every dotted option name and its declared type, in the order of declaration."""
     hints = get_type_hints(group)
@@ -250,37 +152,6 @@ def option_types(group: type = Config, prefix: str = "") -> dict[str, object]:
         else:
             types[prefix + item.name] = hint
     return types
-
-
-def option(config: Config, key: str) -> object:
-    """The value of a dotted option name."""
-    value: object = reduce(getattr, key.split("."), config)
-    return value
-
-
-def shown(value: object) -> str:
-    """A value as it is written on the command line."""
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{key}: {shown(item)}" for key, item in value.items()) + "}"
-    if isinstance(value, list):
-        return "[" + ",".join(map(shown, value)) + "]"
-    if value is None:
-        return "null"
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def did_you_mean(word: str, words: Iterable[str]) -> str:
-    """The close word as an addition to a message, or nothing."""
-    close = get_close_matches(word, words, n=1)
-    return f" (did you mean {close[0]}?)" if close else ""
-
-
-def check_job(job: str) -> None:
-    """Refuse a job that does not exist, or not yet."""
-    if job not in JOBS:
-        raise ValueError(f"job={job}: expected {Rule(JOBS)}{did_you_mean(job, JOBS)}")
-    if job not in BUILT_JOBS:
-        raise ValueError(f"job={job} is not built yet; built: {', '.join(BUILT_JOBS)}")
 
 
 def load(composed: Mapping[str, object]) -> Config:
@@ -302,7 +173,7 @@ def load(composed: Mapping[str, object]) -> Config:
         raise ValueError(f"{getattr(error, 'full_key', None) or 'config'}: {reason}") from error
     assert isinstance(config, Config)
     check_job(config.job)
-    for key in PATHS:
+    for key in REQUIRED + FILES:
         group, _, name = key.rpartition(".")
         owner = option(config, group) if group else config
         value = getattr(owner, name)
@@ -310,59 +181,3 @@ def load(composed: Mapping[str, object]) -> Config:
             setattr(owner, name, os.path.expanduser(value))
     check(config)
     return config
-
-
-def check(config: Config) -> None:
-    """Refuse values that are out of range, contradict each other or are not built yet."""
-    for key, rule in RULES.items():
-        value = option(config, key)
-        for item in value if isinstance(value, list) else [value]:
-            if item is not None and not rule.allows(item):
-                guess = did_you_mean(shown(item), rule.words)
-                raise ValueError(f"{key}={shown(value)}: expected {rule}{guess}")
-    _check_together(config)
-    defaults = Config()
-    later = [f"{group}.{name}" for group, names in NOT_BUILT.items() for name in names.split()]
-    refused = [
-        f"{key}={shown(option(config, key))} is not built yet"
-        for key in later
-        if option(config, key) not in (option(defaults, key), *ALSO_BUILT.get(key, ()))
-    ]
-    if refused:
-        raise ValueError("; ".join(refused))
-    unset = [key for key in REQUIRED if option(config, key) in ("", MISSING)]
-    if unset:
-        is_demo = {"model.path", "data.path"} <= set(unset) and config.drafter.path is None
-        demo = " (the embedded demo, which would need none, is not built yet)" if is_demo else ""
-        raise ValueError(f"required and not set: {', '.join(unset)}{demo}")
-
-
-def _check_together(config: Config) -> None:
-    """Rules that one row of a table cannot say."""
-    data, sampling, engine = config.data, config.sampling, config.engine
-    for key in FREE_DICTS:
-        value = option(config, key)
-        if value is not None and not (isinstance(value, dict) and set(map(type, value)) <= {str}):
-            raise ValueError(f"{key}={shown(value)}: expected a dict like {{name: value}}")
-    for key in FILES:
-        if option(config, key) == "":
-            raise ValueError(f"{key} is empty (an unset shell variable?): expected a path")
-    if not fullmatch(r"auto|cpu|cuda(:\d+)?", engine.device):
-        guess = did_you_mean(engine.device, ("auto", "cpu", "cuda"))
-        raise ValueError(f"engine.device={engine.device}: expected auto, cpu, cuda, cuda:N{guess}")
-    if engine.method in ("ddtree", "chain") and config.drafter.path is None:
-        raise ValueError(f"engine.method={engine.method}: needs drafter.path, which is not set")
-    if sampling.n > 1 and sampling.temperature == 0:
-        text = f"sampling.n={sampling.n} with sampling.temperature=0: all samples would be equal"
-        raise ValueError(text)
-    if data.system_prompt is not None and data.system_prompt_file is not None:
-        raise ValueError("data.system_prompt and data.system_prompt_file: set one, not both")
-    columns = ("data.prompt_column", "data.messages_column", "data.token_ids_column")
-    named = [f"{key}={option(config, key)}" for key in columns if option(config, key) is not None]
-    if len(named) > 1:
-        raise ValueError(f"{', '.join(named)}: a prompt comes from one column, name one")
-    if data.template not in ("auto", "none") and not Path(data.template).is_file():
-        guess = did_you_mean(data.template, ("auto", "none"))
-        raise ValueError(f"data.template={data.template}: expected auto, none or a file{guess}")
-    if data.system_prompt_file is not None and not Path(data.system_prompt_file).is_file():
-        raise ValueError(f"data.system_prompt_file={data.system_prompt_file}: no such file")

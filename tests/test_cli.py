@@ -16,7 +16,8 @@ from types import ModuleType
 import pytest
 
 from ddbatch.__main__ import config_folder, main
-from ddbatch.config import JOBS, Config
+from ddbatch.checks import JOBS
+from ddbatch.config import Config
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 REQUIRED = ["model.path=/m", "data.path=/d", "output_dir=/o"]
@@ -68,7 +69,13 @@ def spawn(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_job_gets_the_configuration(jobs: list[Config]) -> None:
-    arguments = ["job=generate", *REQUIRED, "engine.budget=8", "sampling.stop_token_ids=[1,2]"]
+    arguments = [
+        "job=generate",
+        *REQUIRED,
+        "drafter.path=/r",
+        "engine.budget=8",
+        "sampling.stop_token_ids=[1,2]",
+    ]
     assert main(arguments) == 0
     assert jobs[0].engine.budget == 8
     assert jobs[0].engine.rows == "auto"

@@ -6,18 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from ddbatch.config import (
-    ALSO_BUILT,
-    BUILT_JOBS,
-    JOBS,
-    NOT_BUILT,
-    RULES,
-    Config,
-    load,
-    option,
-    option_types,
-    shown,
-)
+from ddbatch.checks import ALSO_BUILT, BUILT_JOBS, JOBS, NOT_BUILT, RULES, option, shown
+from ddbatch.config import Config, load, option_types
 
 # The public contract, written out a second time: a changed name or default has to be meant.
 CONTRACT = """
@@ -210,6 +200,28 @@ def test_temperature_zero_with_several_samples_is_refused() -> None:
 def test_a_method_that_drafts_needs_a_drafter(method: str) -> None:
     assert "needs drafter.path" in refusal(engine__method=method)
     assert loaded(engine__method=method, drafter__path="x").engine.method == method
+
+
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        ({"engine__budget": 4}, ["engine.budget=4", "needs drafter.path"]),
+        ({"drafter__block": 4}, ["drafter.block=4", "needs drafter.path"]),
+        (
+            {"drafter__path": "x", "engine__budget": 0, "engine__method": "chain"},
+            ["engine.budget=0", "engine.method=chain"],
+        ),
+        (
+            {"drafter__path": "x", "engine__budget": 5, "engine__method": "autoregressive"},
+            ["engine.budget=5", "engine.method=autoregressive"],
+        ),
+    ],
+)
+def test_method_budget_and_drafter_that_contradict_each_other_are_refused(
+    options: dict[str, object], parts: list[str]
+) -> None:
+    said = refusal(**options)
+    assert all(part in said for part in parts), said
 
 
 def test_two_system_prompts_are_refused(tmp_path: Path) -> None:

@@ -15,7 +15,8 @@ STDLIB = set(sys.stdlib_module_names)
 ALLOWED: dict[str, set[str] | None] = {
     "ddbatch_kernels": {"torch", "triton"},
     "ddbatch.core": set(),
-    "ddbatch.config": {"omegaconf", "ddbatch"},
+    "ddbatch.checks": {"ddbatch.config"},  # the type only
+    "ddbatch.config": {"omegaconf", "ddbatch.checks"},
     "ddbatch.models": {"ddbatch.core", "ddbatch_kernels", "torch", "safetensors"},
     "ddbatch.engine": {"ddbatch.core", "ddbatch.models", "ddbatch_kernels", "torch"},
     "ddbatch.data": {"ddbatch.core", "datasets", "pyarrow", "tokenizers", "jinja2", "numpy"},
@@ -23,6 +24,7 @@ ALLOWED: dict[str, set[str] | None] = {
     "ddbatch.training": None,
     "ddbatch.__main__": {
         "ddbatch",
+        "ddbatch.checks",
         "ddbatch.cli",
         "ddbatch.config",
         "ddbatch.core",
@@ -30,7 +32,14 @@ ALLOWED: dict[str, set[str] | None] = {
         "hydra",
         "omegaconf",
     },
-    "ddbatch.cli": {"ddbatch", "ddbatch.config", "ddbatch.core", "hydra", "omegaconf"},
+    "ddbatch.cli": {
+        "ddbatch",
+        "ddbatch.checks",
+        "ddbatch.config",
+        "ddbatch.core",
+        "hydra",
+        "omegaconf",
+    },
     "ddbatch": set(),
 }
 
