@@ -1,5 +1,4 @@
-"""Accept stage: walk each row's tree along the target's choices, and decide in token order where
-the row ends.
+"""Accept stage: walk each tree along the target's choices; decide in token order where rows end.
 
 In: tree, choice_BN, is_finite_BN, caps. Out: path_BK, num_accepted_B, emitted_BK, num_emitted_B,
 finish_B. Knows nothing about caches.

@@ -63,9 +63,7 @@ def write_cells(cache: Planes, cell_T: Tensor, new: Planes) -> None:
 def _record(
     state: RoundState, slot_B: Tensor, count_B: Tensor, is_kept_BK: Tensor, place_K: Tensor
 ) -> None:
-    """Outputs, anchors and histories. What is not kept goes to nobody's slot, where it does no
-    harm.
-    """
+    """Outputs, anchors and histories. What is not kept goes to nobody's slot, which none reads."""
     num_out_B = state.num_out_S[slot_B]
     home_BK = torch.where(is_kept_BK, slot_B[:, None], state.nobody)
     place_BK = torch.where(is_kept_BK, num_out_B[:, None] + place_K, 0)

@@ -30,8 +30,7 @@ def draft(target: Llama, drafter: DFlash, state: RoundState) -> None:
     full = sliding = visible_keys(addr_BS, is_full, dtype)
     window = max((w for w in dims.windows if w is not None), default=None)
     if window is not None:
-        # Sliding layers are causal inside the block, and a query's own place is one of the
-        # window's.
+        # Sliding layers are causal inside the block; a query's own place is one of the window's.
         place_S = torch.arange(S, device=token_BK.device)
         pos_BZ = torch.cat((place_S.expand(B, S), pos_BK), dim=1)[:, None]
         distance = pos_BK[:, :, None] - pos_BZ

@@ -74,8 +74,7 @@ def plan_shapes(
 
 
 def plan_cache(rows: int, *, max_len: int, page: int | None, device: str) -> CachePlan:
-    """Cache pool for `rows` live sequences and as many ready ones, so that a finished row never
-    waits.
+    """Cache pool for `rows` live sequences and as many ready ones: a finished row never waits.
 
     page None: contiguous slots on the CPU, the kernels' key tile on CUDA. max_len is rounded up to
     whole pages.

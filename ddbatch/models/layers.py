@@ -1,5 +1,4 @@
-"""Layers that every family shares. Plain PyTorch; sizes come from ModelDims, letters from
-ddbatch.core.
+"""Layers that every family shares, in plain PyTorch.
 
 Knows nothing about checkpoints, rows or trees: tokens are a flat list with positions, and a forward
 is told which cached keys exist (addresses) and which keys each query may see (a mask).
@@ -19,9 +18,7 @@ from ddbatch_kernels.attention import attention
 
 
 class Planes(NamedTuple):
-    """Keys and values of all layers, [L, X, G, E] each, X = cells of a cache or tokens of a
-    scratch.
-    """
+    """Keys and values of all layers, [L, X, G, E]; X = cells of a cache or tokens of a scratch."""
 
     k_LXGE: Tensor
     v_LXGE: Tensor

@@ -40,9 +40,7 @@ def check_pair(target: ModelDims, drafter: DrafterDims, block: int | None) -> No
 
 
 def choose_dtype(option: str, dims: ModelDims, device: torch.device) -> DtypeName:
-    """The dtype that model.dtype=option means: auto is the checkpoint's on CUDA, float32 on the
-    CPU.
-    """
+    """What model.dtype=option means: auto is the checkpoint's dtype on CUDA, float32 on a CPU."""
     if option == "auto":
         if device.type == "cpu":
             return "float32"

@@ -124,9 +124,7 @@ def _select(levels: list[_Level], budget: int) -> TreeNodes:
 
 
 def _ancestors(parent_BN: Tensor, max_depth: int) -> Tensor:
-    """Bool [B, N, N]: is node j (last dim) node i or an ancestor of it. Doubles the reach each
-    step.
-    """
+    """Bool [B, N, N]: is node j (last dim) node i or an ancestor; the reach doubles each step."""
     N = parent_BN.shape[1]
     jump = parent_BN.clamp(min=0)
     reach = torch.eye(N, dtype=torch.bool, device=parent_BN.device).expand(len(parent_BN), N, N)
