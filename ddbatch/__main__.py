@@ -19,7 +19,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from ddbatch import __version__
-from ddbatch.core import ExitCode
+from ddbatch.core import ExitCode, RunError
 
 if TYPE_CHECKING:
     from ddbatch.cli import CommandLine
@@ -155,7 +155,8 @@ def _store_schema() -> None:
 
 def _run_job(config: Config) -> int:
     """Import and run the job; a ValueError is the user's mistake, anything else is a bug."""
-    previous = signal.signal(signal.SIGTERM, _stop)
+    signals = (signal.SIGINT, signal.SIGTERM)
+    previous = [signal.signal(number, _stop) for number in signals]
     try:
         code = importlib.import_module(f"ddbatch.jobs.{config.job}").run(config)
         assert isinstance(code, int), f"job={config.job} returned {code!r}, not an exit code"
@@ -163,17 +164,28 @@ def _run_job(config: Config) -> int:
     except KeyboardInterrupt as stop:
         print(f"ddbatch: stopped by {str(stop) or 'SIGINT'}", file=sys.stderr)
         return ExitCode.STOPPED
+    except RunError as failure:
+        print(f"ddbatch: error: {' '.join(str(failure).split())}", file=sys.stderr)
+        return ExitCode.ENGINE
     except ValueError as error:
         # A subclass (bad JSON, bad Unicode, Arrow) comes from a library that we forgot to guard.
         if type(error) is not ValueError:
             raise
         return _refuse(error)
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for number, handler in zip(signals, previous, strict=True):
+            signal.signal(number, handler)
 
 
 def _stop(signum: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt("SIGTERM")
+    """The first signal stops the job, which writes what is finished; a second one exits at once."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _exit_now)
+    raise KeyboardInterrupt(signal.Signals(signum).name)
+
+
+def _exit_now(signum: int, frame: FrameType | None) -> None:
+    os._exit(ExitCode.STOPPED_TWICE)
 
 
 def _refuse(error: ValueError) -> int:

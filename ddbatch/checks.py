@@ -78,8 +78,8 @@ RULES: dict[str, Rule] = {
     "sampling.stop_token_ids": Rule(low=0),
     "sampling.top_logprobs": Rule(low=0),
     "engine.method": Rule(("auto", "ddtree", "chain", "autoregressive")),
-    "engine.budget": Rule(("auto",), low=0),
-    "engine.topk": AUTO_OR_COUNT,
+    "engine.budget": Rule(("auto",), low=0, high=1024),  # the largest that DDTree was measured with
+    "engine.topk": Rule(("auto",), low=1, high=1024),
     "engine.spine": Rule(("off", "on", "auto")),
     "engine.rows": AUTO_OR_COUNT,
     "engine.max_len": AUTO_OR_COUNT,
@@ -216,3 +216,5 @@ def _check_method(config: Config) -> None:
         raise ValueError(f"engine.budget=0 is plain decoding, engine.method={method} is not")
     if budget not in ("auto", 0) and method == "autoregressive":
         raise ValueError(f"engine.budget={budget}: engine.method=autoregressive has no drafts")
+    if config.engine.topk != "auto" and method in ("chain", "autoregressive"):
+        raise ValueError(f"engine.topk={config.engine.topk}: engine.method={method} has no tree")

@@ -167,6 +167,9 @@ def _whole_words(words: Sequence[str]) -> Sequence[str]:
         elif is_split:
             hint = "the shell has split a value at its spaces: put the argument in quotes"
             raise UsageError(f"{word}: not of the form KEY=VALUE", hint + ", 'KEY={a: 1, b: 2}'")
+        elif word in OPTION_TYPES:
+            hint = f"write {word}=VALUE, without spaces around ="
+            raise UsageError(f"{word}: not of the form KEY=VALUE", hint)
         elif word in JOBS:
             raise UsageError(f"{word}: not of the form KEY=VALUE", f"write job={word}")
         else:

@@ -47,6 +47,10 @@ class ExitCode:
     STOPPED_TWICE = 130
 
 
+class RunError(Exception):
+    """The run cannot go on: engine, disk or state. Its text is for the user; exit code ENGINE."""
+
+
 class Key(NamedTuple):
     """Identity of one output row: position in the input, assistant turn, sample number."""
 

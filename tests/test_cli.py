@@ -142,7 +142,7 @@ def test_all_missing_required_options_are_named(capsys: Captured) -> None:
         ("--frobnicate", "no such flag", "--cfg job"),
         ("engine.rows=8,16", "one value is expected", "once per value"),
         ("data.keep_columns=a,b", "one value is expected", "'data.keep_columns=[a,b]'"),
-        ("engine.budget=1e3", "expected auto or an integer >= 0", "--cfg job"),
+        ("engine.budget=1e3", "expected auto or an integer in [0, 1024]", "--cfg job"),
         ("sampling.temperature=hot", "expected a number >= 0", "--cfg job"),
         ("data.limit=ten", "expected an integer >= 1 or null", "--cfg job"),
         ("engine.gate=maybe", "expected true or false", "--cfg job"),
@@ -150,6 +150,7 @@ def test_all_missing_required_options_are_named(capsys: Captured) -> None:
         ("data.path=[a,b]", "expected text", "'data.path=\"[a,b]\"'"),
         ("data.path=null", "expected text", "--cfg job"),
         ("engine.budget=atuo", "did you mean auto?", "--cfg job"),
+        ("engine.rows", "not of the form KEY=VALUE", "write engine.rows=VALUE"),
         ("sampling.temperature=0.7", "sampling.temperature=0.7 is not built yet", "--cfg job"),
         ("output.card.license=mit", "output.card={license: mit} is not built yet", "--cfg job"),
         ("--config-dir=/nowhere", "'/nowhere' not found", "--cfg job"),
@@ -390,3 +391,29 @@ def test_an_installed_wheel_finds_its_configuration(tmp_path: Path) -> None:
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("job: check\n")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_ends_the_process_at_once(tmp_path: Path, number: signal.Signals) -> None:
+    """The job takes the first signal and then hangs in its clean-up."""
+    code = f"""
+import sys, time, types
+job = types.ModuleType("ddbatch.jobs.generate")
+def run(config):
+    print("running", flush=True)
+    try:
+        time.sleep(60)
+    finally:
+        print("stopping", flush=True)
+        time.sleep(60)
+job.run = run
+sys.modules[job.__name__] = job
+from ddbatch.__main__ import main
+sys.exit(main({REQUIRED!r}))
+"""
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    for said in ("running", "stopping"):
+        assert process.stdout.readline().strip() == said
+        process.send_signal(number)
+    assert process.wait(timeout=20) == 130

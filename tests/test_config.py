@@ -96,8 +96,8 @@ def test_an_unknown_job_gets_did_you_mean() -> None:
 @pytest.mark.parametrize(
     ("key", "value", "expected"),
     [
-        ("engine__budget", "atuo", "auto or an integer >= 0 (did you mean auto?)"),
-        ("engine__budget", -1, "auto or an integer >= 0"),
+        ("engine__budget", "atuo", "auto or an integer in [0, 1024] (did you mean auto?)"),
+        ("engine__budget", -1, "auto or an integer in [0, 1024]"),
         ("engine__rows", 0, "auto or an integer >= 1"),
         ("engine__rows", "8 ", "auto or an integer >= 1"),
         ("engine__gemm_limit", "none", "null, auto or an integer >= 1"),

@@ -149,7 +149,38 @@ def test_bad_rows_are_kept_with_their_reason_and_cost_nothing_else(
         6: "prompt_too_long",
     }
     assert "79" in rejected[6]["reason"]  # the context of 80, less one token to emit
-    assert "5 rejected" in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert "5 rejected" in said.out
+    assert "5 of 7 rows were rejected, more than output.max_error_rate=0.01" in said.err
+
+
+def test_the_conversation_that_the_model_saw_is_kept(pair: Path, tmp_path: Path) -> None:
+    data, out = write_jsonl(tmp_path / "p.jsonl", PROMPTS[:2]), tmp_path / "out"
+    assert main(command(pair, data, out, "data.system_prompt=w9 w8")) == 0
+    for row in table(out, "completions"):
+        assert [turn["role"] for turn in row["messages"]] == ["system", "user", "assistant"]
+        assert row["messages"][0]["content"] == "w9 w8"
+        assert row["messages"][-1]["content"] == row["completion"]
+
+
+def test_a_prompt_that_is_cut_leaves_room_for_the_completion(pair: Path, tmp_path: Path) -> None:
+    long = {"token_ids": [5 + n % 80 for n in range(100)]}
+    data = write_jsonl(tmp_path / "p.jsonl", [long, {"token_ids": [5] * 75}])
+    out = tmp_path / "out"
+    options = ["data.on_long=truncate_left", "sampling.ignore_eos=true"]
+    assert main(command(pair, data, out, *options)) == 0
+    cut, fitting = table(out, "completions")
+    assert cut["prompt_token_ids"] == long["token_ids"][-68:]
+    assert (cut["output_tokens"], fitting["prompt_tokens"]) == (12, 75)
+
+
+def test_equal_ids_are_noted_and_all_rows_are_made(
+    pair: Path, tmp_path: Path, capsys: Captured
+) -> None:
+    data = write_jsonl(tmp_path / "p.jsonl", [{"prompt": "w1", "id": "a"}] * 3)
+    assert main(command(pair, data, tmp_path / "out", "data.id_column=id")) == 0
+    assert "1 values of data.id_column stand in several rows" in capsys.readouterr().err
+    assert len(table(tmp_path / "out", "completions")) == 3
 
 
 def test_a_cap_that_does_not_fit_the_context_is_lowered_and_said(
@@ -207,6 +238,8 @@ def test_stop_ids_are_the_union_of_what_the_model_and_the_user_name(
         (["model.path=/nowhere"], ["model.path=/nowhere"]),
         (["drafter.path=/nowhere"], ["drafter.path=/nowhere"]),
         (["data.path=/nowhere.jsonl"], ["data.path=/nowhere.jsonl"]),
+        (["engine.topk=5", "engine.method=chain"], ["engine.topk=5", "engine.method=chain"]),
+        (["engine.budget=2000"], ["engine.budget=2000", "[0, 1024]"]),
         (["data.prompt_column=absent"], ["data.prompt_column", "absent"]),
     ],
 )

@@ -77,6 +77,11 @@ def test_candidates_never_outnumber_the_vocabulary() -> None:
     assert (made.topk, made.nodes) == (5, 31)
 
 
+def test_a_limit_below_one_row_of_this_budget_names_the_budget_that_fits() -> None:
+    with pytest.raises(ValueError, match="a budget of at most 4 for this many rows"):
+        plan(budget=16, rows=2, gemm_limit=10)
+
+
 @given(
     method=METHODS,
     budget=st.none() | st.integers(1, 300),
@@ -98,7 +103,9 @@ def test_no_plan_exceeds_its_limit(
     options = {"budget": budget, "rows": rows, "block": block, "vocab": vocab, "topk": topk}
     whole = plan(method, **options)
     if whole.rows * whole.nodes > limit:
-        with pytest.raises(ValueError, match=rf"at most {limit // whole.nodes} rows") as caught:
+        most_rows, most_budget = limit // whole.nodes, max(0, limit // whole.rows - 1)
+        allowed = f"{most_rows} rows" if most_rows else f"budget of at most {most_budget}"
+        with pytest.raises(ValueError, match=allowed) as caught:
             plan(method, **options, gemm_limit=limit)
         assert f"engine.gemm_limit={limit}" in str(caught.value)
     else:

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddbatch.core import Completion, Key, Prompt, Rejected
+from ddbatch.core import Completion, Key, Prompt, Rejected, RunError
 from ddbatch.data import schema, sink
 from ddbatch.data.schema import (
     FinishedRow,
@@ -43,6 +43,7 @@ def finished(
 ) -> FinishedRow:
     key = Key(row_id, 0, 0)
     num_tokens = 1 + sum(accepted) + len(accepted) - bonus_cut
+    prompt = prompt or Prompt(key, text=f"asked {row_id}", user_id=f"user-{row_id}")
     completion = Completion(
         key=key,
         token_ids=tuple(range(num_tokens)),
@@ -55,7 +56,10 @@ def finished(
         slot=3,
     )
     return FinishedRow(
-        prompt=prompt or Prompt(key, text=f"asked {row_id}", user_id=f"user-{row_id}"),
+        prompt=prompt,
+        conversation_json=None
+        if prompt.token_ids is not None
+        else prompt.messages_json or json.dumps([{"role": "user", "content": prompt.text}]),
         prompt_token_ids=(1, 2, 3),
         completion=completion,
         text=text,
@@ -308,7 +312,7 @@ def test_a_part_that_cannot_be_written_shows_no_file(
     monkeypatch.setattr(sink, "write_table", cut_short)
     out.write(finished(4))
     out.write(finished(5))
-    with pytest.raises(OSError, match=r"1 of 2 rows on disk"):
+    with pytest.raises(RunError, match=r"1 of 2 rows on disk"):
         out.close()
     assert row_ids(tmp_path, "completions") == [[0, 1, 2, 3]]
     assert row_ids(tmp_path, "acceptance") == [[0, 1, 2, 3]]
@@ -353,9 +357,21 @@ def test_a_final_name_that_appears_meanwhile_is_kept(tmp_path: Path) -> None:
     out = make_sink(tmp_path).__enter__()
     (tmp_path / "completions" / name).write_text("theirs")
     out.write(finished())
-    with pytest.raises(FileExistsError):
+    with pytest.raises(RunError, match="File exists"):
         out.close()
     assert (tmp_path / "completions" / name).read_text() == "theirs"
+
+
+def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("mine")
+    with pytest.raises(ValueError, match=r"output_dir=.*holds thesis.tex, which is no part"):
+        make_sink(tmp_path)
+
+
+def test_a_place_that_cannot_be_written_to_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"output_dir=.*file is no folder that can be written to"):
+        make_sink(tmp_path / "file" / "run")
 
 
 def test_a_start_that_was_cut_off_may_go_on(tmp_path: Path) -> None:

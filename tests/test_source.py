@@ -214,13 +214,13 @@ def test_two_known_names_in_two_files_are_not_overlooked(tmp_path: Path) -> None
         read(tmp_path, prompt_column="prompt")
 
 
-def test_a_null_in_a_kept_or_id_column_is_a_value(tmp_path: Path) -> None:
+def test_a_kept_column_may_be_null_or_absent_and_an_id_null(tmp_path: Path) -> None:
     rows = [{"prompt": "a", "id": None, "k": None}, {"prompt": "b", "id": "x"}]
     kept, short = read(write_lines(tmp_path / "x.jsonl", rows), id_column="id", keep_columns=["k"])
     assert isinstance(kept, Prompt)
     assert (kept.user_id, kept.kept_json) == (None, '{"k": null}')
-    assert isinstance(short, Rejected)
-    assert (short.code, short.reason) == ("missing_field", "column 'k' is absent")
+    assert isinstance(short, Prompt)
+    assert (short.user_id, short.kept_json) == ("x", '{"k": null}')
 
 
 def test_parquet_values_without_a_json_type_are_kept_as_text(tmp_path: Path) -> None:

@@ -90,13 +90,21 @@ class PromptEncoder:
         )
 
     def encode(
-        self, prompt: Prompt, *, vocab_size: int, max_prompt_len: int, on_long: OnLong
+        self,
+        prompt: Prompt,
+        *,
+        vocab_size: int,
+        max_prompt_len: int,
+        on_long: OnLong,
+        cut_to: int | None = None,
     ) -> tuple[int, ...] | Rejected:
-        """The ids of one prompt; truncate_left keeps the last max_prompt_len of them."""
-        assert max_prompt_len > 0, f"max_prompt_len={max_prompt_len}"
+        """The ids of one prompt. Of one above max_prompt_len truncate_left keeps the last cut_to
+        (None = max_prompt_len) ids."""
+        cut_to = max_prompt_len if cut_to is None else cut_to
+        assert 0 < cut_to <= max_prompt_len, f"cut_to={cut_to}, max_prompt_len={max_prompt_len}"
         ids = self._ids(prompt)
         if not isinstance(ids, Fault):
-            ids = _checked(ids, vocab_size, max_prompt_len, on_long)
+            ids = _checked(ids, vocab_size, max_prompt_len, cut_to, on_long)
         if isinstance(ids, Fault):
             return Rejected(prompt.key, ids.code, ids.reason, prompt.user_id, prompt.raw_json)
         return ids
@@ -107,20 +115,26 @@ class PromptEncoder:
             assert prompt.text is not None, f"{prompt.key}: a prompt without text or messages"
             if self.template is None:
                 return prompt.text
+        elif self.template is None:
+            raise ValueError(
+                f"data.template={self.template_option}: the input has messages and there is "
+                "no chat template; allowed: a template file, or auto where the model has one"
+            )
+        tools = None if prompt.tools_json is None else json.loads(prompt.tools_json)
+        return self.template.render(self.conversation(prompt), tools)
+
+    def conversation(self, prompt: Prompt) -> list[Message]:
+        """The messages that the model sees: a text is one user turn, data.system_prompt comes
+        first where the row has no system turn of its own."""
+        if prompt.messages_json is None:
             messages: list[Message] = [{"role": "user", "content": prompt.text}]
         else:
-            if self.template is None:
-                raise ValueError(
-                    f"data.template={self.template_option}: the input has messages and there is "
-                    "no chat template; allowed: a template file, or auto where the model has one"
-                )
             messages = json.loads(prompt.messages_json)
         if self.system_prompt is not None and all(
             turn.get("role") != "system" for turn in messages
         ):
             messages = [{"role": "system", "content": self.system_prompt}, *messages]
-        tools = None if prompt.tools_json is None else json.loads(prompt.tools_json)
-        return self.template.render(messages, tools)
+        return messages
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """The text of token ids; bytes that are no whole character become U+FFFD."""
@@ -150,7 +164,7 @@ class PromptEncoder:
 
 
 def _checked(
-    ids: tuple[int, ...], vocab_size: int, max_prompt_len: int, on_long: OnLong
+    ids: tuple[int, ...], vocab_size: int, max_prompt_len: int, cut_to: int, on_long: OnLong
 ) -> tuple[int, ...] | Fault:
     """The ids when the model can take them."""
     if not ids:
@@ -163,7 +177,7 @@ def _checked(
         return ids
     if on_long == "reject":
         return Fault("prompt_too_long", f"{len(ids)} tokens, the limit is {max_prompt_len}")
-    return ids[-max_prompt_len:]
+    return ids[-cut_to:]
 
 
 def _bad_file(file: Path, problem: str) -> ValueError:

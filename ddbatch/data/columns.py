@@ -141,12 +141,12 @@ def _known_column(present: Sequence[str]) -> tuple[str, PromptKind]:
     options = "data.prompt_column, data.messages_column or data.token_ids_column"
     if not known:
         raise ValueError(
-            f"data.prompt_column=None: no column is called {', '.join(AUTO_COLUMNS)}; "
+            f"data.prompt_column is not set and no column is called {', '.join(AUTO_COLUMNS)}; "
             f"set {options}; allowed: {', '.join(present)}"
         )
     if len(known) > 1:
         raise ValueError(
-            f"data.prompt_column=None: the columns {', '.join(known)} are all present; "
+            f"data.prompt_column is not set and the columns {', '.join(known)} are all present; "
             f"set one of {options}; columns: {', '.join(present)}"
         )
     return known[0], AUTO_COLUMNS[known[0]]
@@ -166,7 +166,7 @@ def to_prompt(row: Row | BadRow, key: Key, columns: Columns) -> Prompt | Rejecte
     if fault is not None:
         safe_id = None if user_id is None else escape_surrogates(user_id)
         return Rejected(key, fault.code, fault.reason, safe_id, row.raw_json)
-    kept = {name: row.values[name] for name in columns.keep_columns}
+    kept = {name: row.values.get(name) for name in columns.keep_columns}
     return Prompt(
         key=key,
         user_id=user_id,
@@ -193,9 +193,9 @@ def _without_final_assistant(value: object) -> object:
 
 
 def _fault_of_row(values: Mapping[str, object], columns: Columns) -> Fault | None:
-    """A row must have every column that is read; only the prompt must not be null."""
+    """A row must have its prompt and its id; only the prompt must not be null."""
     others = () if columns.id_column is None else (columns.id_column,)
-    for name in (columns.prompt, *others, *columns.keep_columns):
+    for name in (columns.prompt, *others):
         if name not in values:
             return Fault("missing_field", f"column {name!r} is absent")
     if values[columns.prompt] is None:

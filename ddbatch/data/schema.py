@@ -58,11 +58,13 @@ class Turn(NamedTuple):
 class FinishedRow:
     """All that one output row is made from.
 
-    text: the completion as text. stop_reason: the matched stop string or id as text, or "context".
+    conversation_json: the messages that the model saw, a JSON list; None for token ids. text: the
+    completion as text. stop_reason: the matched stop string or id as text, or "context".
     max_new_tokens: the cap in force for the row. seed: the run's seed.
     """
 
     prompt: Prompt
+    conversation_json: str | None
     prompt_token_ids: tuple[int, ...]
     completion: Completion
     text: str
@@ -140,7 +142,7 @@ def completions_row(row: FinishedRow, schema: pa.Schema) -> TableRow:
     values: dict[str, object] = {
         **done.key._asdict(),
         "id": row.prompt.user_id,
-        "messages": _messages(row.prompt, row.text),
+        "messages": _messages(row.conversation_json, row.text),
         "completion": row.text,
         "prompt_token_ids": list(row.prompt_token_ids),
         "output_token_ids": list(done.token_ids),
@@ -209,17 +211,14 @@ def _check(row: FinishedRow) -> None:
     )
 
 
-def _messages(prompt: Prompt, text: str) -> list[dict[str, str | None]] | None:
+def _messages(conversation_json: str | None, text: str) -> list[dict[str, str | None]] | None:
     """The conversation with its new turn, by role and text; a prompt of token ids has none."""
-    if prompt.messages_json is not None:
-        turns = [
-            Turn(message["role"], _text(message.get("content")))
-            for message in json.loads(prompt.messages_json)
-        ]
-    elif prompt.text is not None:
-        turns = [Turn("user", prompt.text)]
-    else:
+    if conversation_json is None:
         return None
+    turns = [
+        Turn(message["role"], _text(message.get("content")))
+        for message in json.loads(conversation_json)
+    ]
     return [turn._asdict() for turn in (*turns, Turn("assistant", text))]
 
 

@@ -17,7 +17,7 @@ from types import TracebackType
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ddbatch.core import Key, Rejected
+from ddbatch.core import Key, Rejected, RunError
 from ddbatch.data.schema import (
     FinishedRow,
     TableRow,
@@ -142,12 +142,18 @@ class Sink:
         self._part, self._rows = part + 1, {table: {} for table in self._schemas}
         name = f"shard-00000-part-{part:06d}.parquet"
         tables = [table for table in reversed(list(taken)) if taken[table]]
-        for table in tables:
-            rows = [taken[table][key] for key in sorted(taken[table])]
-            _write_checked(rows, self._schemas[table], self._tmp / f"{table}-{name}")
-        _sync(self._tmp)
-        for table in tables:
-            _publish(self._tmp / f"{table}-{name}", self._output_dir / table / name)
+        try:
+            for table in tables:
+                rows = [taken[table][key] for key in sorted(taken[table])]
+                _write_checked(rows, self._schemas[table], self._tmp / f"{table}-{name}")
+            _sync(self._tmp)
+            for table in tables:
+                _publish(self._tmp / f"{table}-{name}", self._output_dir / table / name)
+        except OSError as error:
+            raise RunError(
+                f"output_dir={self._output_dir}: {name} cannot be written: {error}; "
+                "parts before it are whole"
+            ) from error
 
     def _refuse_taken(self) -> None:
         """ValueError where the folder is no place for a new run; nothing is made."""
@@ -155,6 +161,9 @@ class Sink:
         refused = f"output_dir={place}"
         if place.exists() and not place.is_dir():
             raise ValueError(f"{refused} is no folder; {_ADVICE}")
+        base = next(folder for folder in (place, *place.absolute().parents) if folder.exists())
+        if not base.is_dir() or not os.access(base, os.W_OK | os.X_OK):
+            raise ValueError(f"{refused}: {base} is no folder that can be written to; {_ADVICE}")
         held = [place / table for table in _ABOUT if (place / table).exists()]
         if (place / "manifest.json").exists() or any(any(folder.iterdir()) for folder in held):
             raise ValueError(f"{refused} {_TAKEN}")
@@ -162,13 +171,20 @@ class Sink:
         readme = place / "README.md"
         if readme.exists() and readme.read_bytes() != self._card().encode():
             raise ValueError(f"{refused} holds a README.md of something else; {_ADVICE}")
+        own = {*_ABOUT, "README.md", "manifest.json", ".ddbatch"}
+        if place.exists():
+            foreign = sorted(file.name for file in place.iterdir() if file.name not in own)
+            if foreign:
+                raise ValueError(
+                    f"{refused} holds {foreign[0]}, which is no part of a run; {_ADVICE}"
+                )
 
     def _start(self) -> None:
         """Make the folders, the card and, last, the manifest, which makes the folder a run."""
         place = self._output_dir
-        for folder in (self._tmp, *(place / table for table in self._schemas)):
-            folder.mkdir(parents=True, exist_ok=True)
         try:
+            for folder in (self._tmp, *(place / table for table in self._schemas)):
+                folder.mkdir(parents=True, exist_ok=True)
             if not (place / "README.md").exists():
                 self._publish_text(self._card(), place / "README.md")
             self._publish_text(self._manifest, place / "manifest.json")
@@ -176,7 +192,9 @@ class Sink:
             raise ValueError(f"output_dir={place} {_TAKEN}") from error
         except OSError as error:
             if error.errno not in _LINK_REFUSED:
-                raise
+                raise ValueError(
+                    f"output_dir={place} cannot be made: {error}; {_ADVICE}"
+                ) from error
             raise ValueError(
                 f"output_dir={place}: its file system has no hard links, which keep a file from "
                 f"being overwritten; {_ADVICE}"

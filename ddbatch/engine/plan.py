@@ -65,10 +65,14 @@ def plan_shapes(
         budget = tree_capacity(depth, topk, budget)
         plan = ShapePlan(rows=rows, nodes=budget + 1, block=block, draft_depth=depth, topk=topk)
     if gemm_limit is not None and plan.rows * plan.nodes > gemm_limit:
+        most_rows, most_nodes = gemm_limit // plan.nodes, gemm_limit // plan.rows
+        allowed = f"at most {most_rows} rows for this budget"
+        if not most_rows:
+            allowed = f"a budget of at most {max(0, most_nodes - 1)} for this many rows"
         raise ValueError(
             f"engine.rows={plan.rows} x (engine.budget={plan.nodes - 1} + 1) = "
             f"{plan.rows * plan.nodes} tokens exceed engine.gemm_limit={gemm_limit}; "
-            f"allowed: at most {gemm_limit // plan.nodes} rows for this budget"
+            f"allowed: {allowed}"
         )
     return plan
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import cast
@@ -28,11 +29,12 @@ from ddbatch.core import (
     TokenPrompt,
 )
 from ddbatch.data.batching import OnLong, PromptEncoder
+from ddbatch.data.columns import dump_json
 from ddbatch.data.schema import SCHEMA_VERSION, FinishedRow
 from ddbatch.data.sink import Sink
 from ddbatch.data.source import read_prompts
 from ddbatch.engine.engine import Engine
-from ddbatch.engine.plan import choose_method, plan_cache, plan_shapes
+from ddbatch.engine.plan import AUTO_ROWS, choose_method, plan_cache, plan_shapes
 from ddbatch.jobs.progress import Progress
 from ddbatch.jobs.summary import RunFigures, print_summary
 from ddbatch.models.dims import (
@@ -74,6 +76,9 @@ class Work:
 
 def run(config: Config) -> int:
     """Generate completions for data.path into output_dir; returns the exit code."""
+    for key, folder in (("model.path", config.model.path), ("drafter.path", config.drafter.path)):
+        if folder is not None and not Path(folder).is_dir():
+            raise ValueError(f"{key}={folder}: no such folder (hub ids are not built yet)")
     encoder = PromptEncoder.from_folder(
         Path(config.model.path),
         template=config.data.template,
@@ -81,8 +86,8 @@ def run(config: Config) -> int:
         system_prompt=_system_prompt(config),
     )
     pair = _read_pair(config, encoder)
-    plan = _plan_shapes(config, pair)
     work = _read_work(config, encoder, pair)
+    plan = _plan_shapes(config, pair, len(work.tokens))
     cache_plan = plan_cache(
         plan.rows,
         max_len=work.max_len,
@@ -98,10 +103,21 @@ def run(config: Config) -> int:
     )
     # Weights are read before the folder is made: a broken checkpoint leaves nothing behind.
     engine = _load_engine(config, pair, plan, cache_plan, work) if work.tokens else None
-    with sink:
-        for rejected in work.rejected:
-            sink.reject(rejected)
-        figures = _decode(config, encoder, engine, work, sink)
+    figures = RunFigures(rows=len(work.tokens) + len(work.rejected))
+    try:
+        with sink:
+            for rejected in work.rejected:
+                sink.reject(rejected)
+                figures.rejected[rejected.code] += 1
+            if engine is not None:
+                _decode(config, encoder, engine, work, sink, figures)
+    except KeyboardInterrupt:
+        print(
+            f"{figures.num_finished} of {figures.rows} rows are in {config.output_dir}; resume is "
+            "not built yet: start again in another output_dir",
+            file=sys.stderr,
+        )
+        raise
     print_summary(config, figures, plan, pair.recommended)
     if figures.is_engine_broken:
         print(
@@ -110,8 +126,15 @@ def run(config: Config) -> int:
             file=sys.stderr,
         )
         return ExitCode.ENGINE
-    is_too_many = figures.rejected > config.output.max_error_rate * figures.rows
-    return ExitCode.TOO_MANY_REJECTED if is_too_many else ExitCode.DONE
+    limit, num_rejected = config.output.max_error_rate, figures.rejected.total()
+    if num_rejected > limit * figures.rows:
+        print(
+            f"ddbatch: error: {num_rejected} of {figures.rows} rows were rejected, more than "
+            f"output.max_error_rate={limit}; reasons are in {config.output_dir}/rejected",
+            file=sys.stderr,
+        )
+        return ExitCode.TOO_MANY_REJECTED
+    return ExitCode.DONE
 
 
 def _read_pair(config: Config, encoder: PromptEncoder) -> Pair:
@@ -144,8 +167,11 @@ def _read_pair(config: Config, encoder: PromptEncoder) -> Pair:
     )
 
 
-def _plan_shapes(config: Config, pair: Pair) -> ShapePlan:
+def _plan_shapes(config: Config, pair: Pair, num_prompts: int) -> ShapePlan:
     engine = config.engine
+    rows = _auto(engine.rows)
+    if rows is None:  # no more rows than prompts to fill them
+        rows = max(1, min(AUTO_ROWS[pair.device.type], num_prompts))
     budget = _auto(engine.budget)
     method = choose_method(engine.method, budget, pair.drafter is not None)
     if pair.drafter is None:
@@ -154,7 +180,7 @@ def _plan_shapes(config: Config, pair: Pair) -> ShapePlan:
         method,
         budget=budget,
         topk=_auto(engine.topk),
-        rows=_auto(engine.rows),
+        rows=rows,
         block=pair.drafter.block if pair.drafter is not None else 1,
         vocab=pair.target.vocab,
         gemm_limit=_auto(engine.gemm_limit),
@@ -179,7 +205,9 @@ def _read_work(config: Config, encoder: PromptEncoder, pair: Pair) -> Work:
         keep_columns=config.data.keep_columns,
         limit=config.data.limit,
     )
-    work = Work({}, [], [], 0)
+    work, ids = Work({}, [], [], 0), Counter[str]()
+    # A prompt that is cut leaves room for the whole completion, one that fits keeps what it has.
+    cut_to = max(1, limit - config.sampling.max_new_tokens)
     for prompt in source:
         encoded = (
             prompt
@@ -188,6 +216,7 @@ def _read_work(config: Config, encoder: PromptEncoder, pair: Pair) -> Work:
                 prompt,
                 vocab_size=pair.target.vocab,
                 max_prompt_len=limit - 1,
+                cut_to=cut_to,
                 on_long=cast(OnLong, config.data.on_long),
             )
         )
@@ -197,7 +226,16 @@ def _read_work(config: Config, encoder: PromptEncoder, pair: Pair) -> Work:
         assert isinstance(prompt, Prompt)
         cap = min(config.sampling.max_new_tokens, limit - len(encoded))
         work.prompts[prompt.key] = prompt
+        if prompt.user_id is not None:
+            ids[prompt.user_id] += 1
         work.tokens.append(TokenPrompt(prompt.key, encoded, cap))
+    num_repeated = sum(count > 1 for count in ids.values())
+    if num_repeated:
+        print(
+            f"note: {num_repeated} values of data.id_column stand in several rows; rows are told "
+            "apart by row_id",
+            file=sys.stderr,
+        )
     # Longest first: what does not fit shows at once, and the drain at the end is short.
     work.tokens.sort(key=lambda prompt: (-len(prompt.token_ids), prompt.key))
     longest = max((len(p.token_ids) + p.max_new_tokens for p in work.tokens), default=1)
@@ -205,11 +243,13 @@ def _read_work(config: Config, encoder: PromptEncoder, pair: Pair) -> Work:
 
 
 def _decode(
-    config: Config, encoder: PromptEncoder, engine: Engine | None, work: Work, sink: Sink
-) -> RunFigures:
-    figures = RunFigures(rows=len(work.tokens) + len(work.rejected), rejected=len(work.rejected))
-    if engine is None:
-        return figures
+    config: Config,
+    encoder: PromptEncoder,
+    engine: Engine,
+    work: Work,
+    sink: Sink,
+    figures: RunFigures,
+) -> None:
     tokens = {prompt.key: prompt for prompt in work.tokens}
     progress, num_nan_rows = Progress(len(work.tokens)), 0
     started = time.monotonic()
@@ -217,7 +257,7 @@ def _decode(
         prompt = work.prompts[done.key]
         if isinstance(done, Rejected):
             sink.reject(replace(done, user_id=prompt.user_id, raw_json=prompt.raw_json))
-            figures.rejected += 1
+            figures.rejected[done.code] += 1
             num_nan_rows += 1
             if num_nan_rows == MAX_NAN_ROWS:
                 figures.is_engine_broken = True
@@ -231,7 +271,6 @@ def _decode(
     progress.close()
     figures.seconds = time.monotonic() - started
     figures.stats = engine.stats
-    return figures
 
 
 def _load_engine(
@@ -270,6 +309,9 @@ def _finished_row(
         stop_reason = "context"
     return FinishedRow(
         prompt=prompt,
+        conversation_json=None
+        if prompt.token_ids is not None
+        else dump_json(encoder.conversation(prompt)),
         prompt_token_ids=tokens.token_ids,
         completion=done,
         text=encoder.decode(visible, skip_special_tokens=config.output.skip_special_tokens),

@@ -16,13 +16,18 @@ class RunFigures:
     """Counters of a run. seconds: decoding only, without loading weights."""
 
     rows: int
-    rejected: int
+    rejected: Counter[str] = field(default_factory=Counter)  # by code
     seconds: float = 0.0
     output_tokens: int = 0
     rounds: int = 0
     is_engine_broken: bool = False
     finish_reasons: Counter[str] = field(default_factory=Counter)
     stats: EngineStats | None = None
+
+    @property
+    def num_finished(self) -> int:
+        """Rows with a completion."""
+        return self.finish_reasons.total()
 
     def add(self, row: FinishedRow) -> None:
         """Count one finished row."""
@@ -35,9 +40,11 @@ def print_summary(
     config: Config, figures: RunFigures, plan: ShapePlan, recommended: tuple[str, ...]
 ) -> None:
     """Print rows, tokens, speed, acceptance length, finish reasons and the place of the files."""
-    finished = sum(figures.finish_reasons.values())
-    reasons = ", ".join(f"{count} {name}" for name, count in sorted(figures.finish_reasons.items()))
-    lines = [f"rows       {finished} finished ({reasons or 'none'}), {figures.rejected} rejected"]
+    finished = figures.num_finished
+    reasons, codes = _counts(figures.finish_reasons), _counts(figures.rejected)
+    lines = [
+        f"rows       {finished} finished ({reasons}), {figures.rejected.total()} rejected ({codes})"
+    ]
     if finished:
         rate = figures.output_tokens / max(figures.seconds, 1e-9)
         lines.append(
@@ -67,5 +74,11 @@ def print_summary(
             "greedily (temperature 0)"
         )
     lines.append(f"written to {config.output_dir}")
-    lines.append(f'read it    datasets.load_dataset("{config.output_dir}")')
+    if finished:
+        lines.append(f'read it    datasets.load_dataset("{config.output_dir}")')
     print("\n".join(lines))
+
+
+def _counts(counter: Counter[str]) -> str:
+    """ "6 length, 2 stop", or "none"."""
+    return ", ".join(f"{count} {name}" for name, count in sorted(counter.items())) or "none"
