@@ -80,6 +80,10 @@ def read(arguments: Sequence[str]) -> CommandLine:
             near = closest(key)
             hint = f"options have no dashes: did you mean {near}=VALUE?" if near else SEE_ALL
             raise UsageError(f"{word}: no such flag", hint)
+    if known.package is not None and known.package not in GROUPS:
+        raise UsageError(
+            f"-p {known.package}: no such group", f"groups: {', '.join(sorted(GROUPS))}"
+        )
     flags = [f"--{name}={value}" for name, value in _hydra_flags(known) if value is not None]
     if known.resolve:
         flags.append("--resolve")

@@ -417,3 +417,9 @@ sys.exit(main({REQUIRED!r}))
         assert process.stdout.readline().strip() == said
         process.send_signal(number)
     assert process.wait(timeout=20) == 130
+
+
+def test_a_group_that_does_not_exist_cannot_be_shown(capsys: Captured) -> None:
+    error, hint = refused(capsys, "--cfg", "job", "-p", "nothing")
+    assert error == "error: -p nothing: no such group"
+    assert "engine" in hint
