@@ -86,15 +86,6 @@ class CachePlan:
 
 
 @dataclass(frozen=True)
-class Shard:
-    """A contiguous range of row_ids; may span files."""
-
-    index: int
-    first_row_id: int
-    num_rows: int
-
-
-@dataclass(frozen=True)
 class Prompt:
     """One input row that can be rendered: exactly one of messages_json, text, token_ids is set.
 

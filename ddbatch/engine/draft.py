@@ -23,7 +23,7 @@ def draft(target: Llama, drafter: DFlash, state: RoundState) -> None:
     place_K = torch.arange(K, device=token_BK.device)
     pos_BK = length_B[:, None] + place_K
 
-    addr_BS, exists_BS = prefix_keys(state)
+    addr_BS, exists_BS = prefix_keys(state, state.slot_B, length_B, state.num_keys)
     S = addr_BS.shape[1]
     dtype = state.scratch.k_LXGE.dtype
     is_full = torch.nn.functional.pad(exists_BS, (0, K), value=True)[:, None].expand(B, K, S + K)

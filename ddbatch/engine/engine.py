@@ -135,9 +135,7 @@ class Engine:
         self.stats.row_rounds += self.plan.rows
 
     def collect(self) -> Iterator[Completion | Rejected]:
-        """Poll finish codes and lengths in one copy; hand out the slots that finished, and free
-        them.
-        """
+        """Poll finish codes and lengths in one copy; hand out and free the finished slots."""
         codes, lengths = torch.stack((self.state.finish_S, self.state.length_S)).tolist()
         for slot in [slot for slot in self._seats if codes[slot] != Finish.LIVE]:
             yield self._take(slot, Finish(codes[slot]))

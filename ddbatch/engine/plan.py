@@ -45,13 +45,17 @@ def plan_shapes(
     vocab: int,
     gemm_limit: int | None,
     device: str,
+    num_prompts: int | None = None,
 ) -> ShapePlan:
     """Shapes of one round. block: the drafter's block size (unused for autoregressive).
+    num_prompts: where it is known, rows=None makes no more rows than prompts to fill them.
 
     A budget beyond what a tree of this depth and branching can hold is cut to it. ValueError where
     rows x nodes exceeds gemm_limit.
     """
-    rows = AUTO_ROWS[device] if rows is None else rows
+    if rows is None:
+        rows = AUTO_ROWS[device]
+        rows = rows if num_prompts is None else max(1, min(rows, num_prompts))
     if method == "autoregressive":
         plan = ShapePlan(rows=rows, nodes=1, block=1, draft_depth=0, topk=0)
     else:

@@ -16,7 +16,7 @@ from torch import Tensor
 from ddbatch.core import TokenPrompt
 from ddbatch.engine.admit import push_ready
 from ddbatch.engine.commit import append_context, write_cells
-from ddbatch.engine.state import Finish, RoundState, cell_of, is_stop, visible_keys
+from ddbatch.engine.state import Finish, RoundState, cell_of, is_stop, prefix_keys, visible_keys
 from ddbatch.models.dflash import DFlash
 from ddbatch.models.layers import Planes, Ragged, VisibleKeys
 from ddbatch.models.llama import Llama
@@ -135,13 +135,10 @@ def _causal_keys(
     state: RoundState, slot_R: Tensor, start_R: Tensor, size_R: Tensor, cached: int, queries: int
 ) -> VisibleKeys:
     """A token sees its prompt's earlier tokens: `cached` places of the cache, then its call's."""
-    before_S = torch.arange(cached, device=slot_R.device)
-    exists_RS = before_S < start_R[:, None]
-    addr_RS = cell_of(state, slot_R[:, None], before_S[None])
+    addr_RS, exists_RS = prefix_keys(state, slot_R, start_R, cached)
     index_Q = torch.arange(queries, device=slot_R.device)
     is_earlier_RQQ = (index_Q[:, None] >= index_Q) & (index_Q < size_R[:, None, None])
     is_visible_RQZ = torch.cat((exists_RS[:, None].expand(-1, queries, -1), is_earlier_RQQ), dim=2)
-    addr_RS = torch.where(exists_RS, addr_RS, state.null_cell)
     return visible_keys(addr_RS, is_visible_RQZ, state.scratch.k_LXGE.dtype)
 
 

@@ -175,14 +175,16 @@ def cell_of(state: RoundState, slot: Tensor, pos: Tensor) -> Tensor:
     return state.page_table_SP[slot, pos // page] * page + pos % page
 
 
-def prefix_keys(state: RoundState) -> tuple[Tensor, Tensor]:
-    """Cells of each row's committed keys [B, num_keys], and which of them exist (bool).
-
-    What does not exist is the null cell: memory of another row is never read, not even masked.
+def prefix_keys(
+    state: RoundState, slot_B: Tensor, length_B: Tensor, num_keys: int
+) -> tuple[Tensor, Tensor]:
+    """Cells of the first num_keys keys of each slot [B, S], and which of them exist (bool): those
+    before length_B. What does not is the null cell: memory of another row is never read, not even
+    masked.
     """
-    pos_S = torch.arange(state.num_keys, device=state.slot_B.device)
-    exists_BS = pos_S < state.length_S[state.slot_B][:, None]
-    addr_BS = cell_of(state, state.slot_B[:, None], pos_S[None])
+    pos_S = torch.arange(num_keys, device=slot_B.device)
+    exists_BS = pos_S < length_B[:, None]
+    addr_BS = cell_of(state, slot_B[:, None], pos_S[None])
     return torch.where(exists_BS, addr_BS, state.null_cell), exists_BS
 
 

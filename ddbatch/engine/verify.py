@@ -17,8 +17,9 @@ def verify(target: Llama, state: RoundState, tap_layers: tuple[int, ...]) -> Non
     A node sees its row's committed prefix, its ancestors and itself, at position length + depth.
     """
     B, N = state.plan.rows, state.plan.nodes
-    pos_BN = state.length_S[state.slot_B][:, None] + state.tree.depth_BN
-    addr_BS, exists_BS = prefix_keys(state)
+    length_B = state.length_S[state.slot_B]
+    pos_BN = length_B[:, None] + state.tree.depth_BN
+    addr_BS, exists_BS = prefix_keys(state, state.slot_B, length_B, state.num_keys)
     is_visible_BNZ = torch.cat(
         (exists_BS[:, None].expand(B, N, -1), unpack_ancestors(state.tree.ancestor_BNW)), dim=-1
     )

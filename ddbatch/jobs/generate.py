@@ -25,6 +25,7 @@ from ddbatch.core import (
     Key,
     Prompt,
     Rejected,
+    RunError,
     ShapePlan,
     TokenPrompt,
 )
@@ -34,7 +35,7 @@ from ddbatch.data.schema import SCHEMA_VERSION, FinishedRow
 from ddbatch.data.sink import Sink
 from ddbatch.data.source import read_prompts
 from ddbatch.engine.engine import Engine
-from ddbatch.engine.plan import AUTO_ROWS, choose_method, plan_cache, plan_shapes
+from ddbatch.engine.plan import choose_method, plan_cache, plan_shapes
 from ddbatch.jobs.progress import Progress
 from ddbatch.jobs.summary import RunFigures, print_summary
 from ddbatch.models.dims import (
@@ -47,8 +48,7 @@ from ddbatch.models.dims import (
 )
 from ddbatch.models.load import check_pair, choose_dtype, load_drafter, load_target, set_numerics
 
-# So many rows in a row with scores that are not finite are no bad rows but a broken engine or
-# model.
+# So many rows in a row with scores that are not finite mean a broken engine or model.
 MAX_NAN_ROWS = 8
 
 
@@ -75,7 +75,10 @@ class Work:
 
 
 def run(config: Config) -> int:
-    """Generate completions for data.path into output_dir; returns the exit code."""
+    """Generate completions for data.path into output_dir; returns the exit code.
+
+    RunError where the engine is broken or the disk refuses.
+    """
     for key, folder in (("model.path", config.model.path), ("drafter.path", config.drafter.path)):
         if folder is not None and not Path(folder).is_dir():
             raise ValueError(f"{key}={folder}: no such folder (hub ids are not built yet)")
@@ -120,12 +123,10 @@ def run(config: Config) -> int:
         raise
     print_summary(config, figures, plan, pair.recommended)
     if figures.is_engine_broken:
-        print(
-            f"ddbatch: error: the last {MAX_NAN_ROWS} rows all had scores that are not finite; "
-            f"model.path={config.model.path} or model.dtype={pair.dtype} is at fault, not the rows",
-            file=sys.stderr,
+        raise RunError(
+            f"the last {MAX_NAN_ROWS} rows all had scores that are not finite; "
+            f"model.path={config.model.path} or model.dtype={pair.dtype} is at fault, not the rows"
         )
-        return ExitCode.ENGINE
     limit, num_rejected = config.output.max_error_rate, figures.rejected.total()
     if num_rejected > limit * figures.rows:
         print(
@@ -169,9 +170,6 @@ def _read_pair(config: Config, encoder: PromptEncoder) -> Pair:
 
 def _plan_shapes(config: Config, pair: Pair, num_prompts: int) -> ShapePlan:
     engine = config.engine
-    rows = _auto(engine.rows)
-    if rows is None:  # no more rows than prompts to fill them
-        rows = max(1, min(AUTO_ROWS[pair.device.type], num_prompts))
     budget = _auto(engine.budget)
     method = choose_method(engine.method, budget, pair.drafter is not None)
     if pair.drafter is None:
@@ -180,11 +178,12 @@ def _plan_shapes(config: Config, pair: Pair, num_prompts: int) -> ShapePlan:
         method,
         budget=budget,
         topk=_auto(engine.topk),
-        rows=rows,
+        rows=_auto(engine.rows),
         block=pair.drafter.block if pair.drafter is not None else 1,
         vocab=pair.target.vocab,
         gemm_limit=_auto(engine.gemm_limit),
         device=pair.device.type,
+        num_prompts=num_prompts,
     )
 
 
@@ -205,7 +204,9 @@ def _read_work(config: Config, encoder: PromptEncoder, pair: Pair) -> Work:
         keep_columns=config.data.keep_columns,
         limit=config.data.limit,
     )
-    work, ids = Work({}, [], [], 0), Counter[str]()
+    prompts: dict[Key, Prompt] = {}
+    tokens: list[TokenPrompt] = []
+    rejected: list[Rejected] = []
     # A prompt that is cut leaves room for the whole completion, one that fits keeps what it has.
     cut_to = max(1, limit - config.sampling.max_new_tokens)
     for prompt in source:
@@ -221,14 +222,13 @@ def _read_work(config: Config, encoder: PromptEncoder, pair: Pair) -> Work:
             )
         )
         if isinstance(encoded, Rejected):
-            work.rejected.append(encoded)
+            rejected.append(encoded)
             continue
         assert isinstance(prompt, Prompt)
         cap = min(config.sampling.max_new_tokens, limit - len(encoded))
-        work.prompts[prompt.key] = prompt
-        if prompt.user_id is not None:
-            ids[prompt.user_id] += 1
-        work.tokens.append(TokenPrompt(prompt.key, encoded, cap))
+        prompts[prompt.key] = prompt
+        tokens.append(TokenPrompt(prompt.key, encoded, cap))
+    ids = Counter(prompt.user_id for prompt in prompts.values() if prompt.user_id is not None)
     num_repeated = sum(count > 1 for count in ids.values())
     if num_repeated:
         print(
@@ -237,9 +237,9 @@ def _read_work(config: Config, encoder: PromptEncoder, pair: Pair) -> Work:
             file=sys.stderr,
         )
     # Longest first: what does not fit shows at once, and the drain at the end is short.
-    work.tokens.sort(key=lambda prompt: (-len(prompt.token_ids), prompt.key))
-    longest = max((len(p.token_ids) + p.max_new_tokens for p in work.tokens), default=1)
-    return replace(work, max_len=longest)
+    tokens.sort(key=lambda prompt: (-len(prompt.token_ids), prompt.key))
+    longest = max((len(p.token_ids) + p.max_new_tokens for p in tokens), default=1)
+    return Work(prompts, tokens, rejected, longest)
 
 
 def _decode(
@@ -371,5 +371,5 @@ def _device(name: str) -> torch.device:
 
 
 def _auto(value: int | str | None) -> int | None:
-    """None where an option is left to the planner; config.py lets no other word through."""
+    """None where an option is left to the planner; checks.py lets no other word through."""
     return value if isinstance(value, int) else None

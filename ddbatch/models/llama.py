@@ -93,9 +93,7 @@ class Llama(nn.Module):
         keys: VisibleKeys,
         tap_layers: tuple[int, ...] = (),
     ) -> TargetOutput:
-        """Run T = B x Q tokens at their positions; their keys and values are left in scratch[:,
-        :T].
-        """
+        """Run T = B x Q tokens at their positions; scratch keeps their keys and values."""
         x_TD = self.embed[token_T]
         rope_T2E = self.rope_P2E[pos_T]
         tapped = []
