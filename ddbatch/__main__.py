@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import importlib
 import os
-import signal
 import sys
+import tempfile
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING
 
 from ddbatch import __version__
@@ -33,14 +32,19 @@ the target model alone would have said.
 usage: python -m ddbatch [job=JOB] KEY=VALUE ...
 
 Jobs
-  generate            decode every prompt of a dataset (the default)
-  not built yet:      check status merge estimate verify bench sweep probe
-                      train report
+  generate            decode every prompt of a dataset (the default); the same
+                      command again goes on where it stopped
+  estimate            what a run will need, from the prompts alone
+  status              how far the run in output_dir is
+  check               read the run in output_dir again and verify every part
+  merge               one clean dataset of it: merge.output_dir=DIR
+  not built yet:      verify bench sweep probe train report
 
 Required
   model.path=DIR      the target: a Hugging Face checkpoint folder
-  data.path=FILES     the prompts: a .jsonl, .jsonl.gz or .parquet file, a
-                      folder of such files, or a glob
+  data.path=DATA      the prompts: .jsonl, .jsonl.gz, .parquet or .arrow files,
+                      a folder of them, a glob, a save_to_disk folder, a hub
+                      id, or an earlier run (data.select=truncated, rejected)
   output_dir=DIR      where the completions go; it identifies the run
 
 Often used
@@ -55,21 +59,27 @@ Examples
   python -m ddbatch model.path=target data.path=chats.jsonl output_dir=out \\
       'data.chat_template_kwargs={{enable_thinking: false}}'
   python -m ddbatch --cfg job model.path=target engine.rows=32
+  python -m ddbatch job=status output_dir=out
 
 All options
   python -m ddbatch --cfg job               every option and its value
   python -m ddbatch --cfg job -p engine     one group of them
   --config-dir=DIR +GROUP=NAME adds your own DIR/GROUP/NAME.yaml (begin it with
-  `# @package _global_`), --version prints the version
+  `# @package _global_`), --version prints the version, -m runs every
+  combination of values with commas (they must differ in output_dir)
 
 Exit codes
-  0 done, 1 a bug, 2 refused, 3 too many rejected rows,
-  4 a failure of the engine or the disk, 75 stopped by a signal
+  0 done, or nothing to do, 1 a bug, 2 refused, 3 too many rejected rows,
+  4 a failure of the engine, the disk or the run's state, 75 stopped by a
+  signal (the same command resumes), 130 by a second one
 """
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command line; the return value is the exit code of the process."""
+def main(argv: Sequence[str] | None = None, run_job: Callable[[Config], int] | None = None) -> int:
+    """Run one command line; the return value is the exit code of the process.
+
+    run_job: what runs an accepted configuration; None = the job that it names.
+    """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if {"-h", "--help"} & set(arguments):
         print(HELP, end="")
@@ -78,10 +88,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"ddbatch {__version__}")
         return ExitCode.DONE
     try:
-        config = _configure(arguments)
+        configs = _configure(arguments)
     except ValueError as error:
         return _refuse(error)
-    return ExitCode.DONE if config is None else _run_job(config)
+    codes = []
+    for number, config in enumerate(configs, 1):
+        if len(configs) > 1:
+            place = f"output_dir={config.output_dir}"
+            print(f"ddbatch: run {number} of {len(configs)}: {place}", file=sys.stderr)
+        codes.append(_run(config, run_job or _named_job))
+        if codes[-1] in (ExitCode.STOPPED, ExitCode.STOPPED_TWICE):
+            break
+    return next((code for code in codes if code != ExitCode.DONE), ExitCode.DONE)
 
 
 def config_folder() -> Path:
@@ -91,8 +109,8 @@ def config_folder() -> Path:
     return inside if inside.is_dir() else package.parent / "conf"
 
 
-def _configure(arguments: Sequence[str]) -> Config | None:
-    """The accepted configuration; None if the command line only asked to show it."""
+def _configure(arguments: Sequence[str]) -> list[Config]:
+    """The accepted configurations: one, several for a multirun, none if they are only shown."""
     from ddbatch import cli
     from ddbatch.checks import check_job
     from ddbatch.config import load
@@ -103,18 +121,26 @@ def _configure(arguments: Sequence[str]) -> Config | None:
     except Exception as error:  # whatever Hydra raises here, the cause is a configuration
         raise cli.explain(error, line.overrides) from error
     if not line.is_run:
-        return None
-    if len(composed) != 1:
-        raise cli.UsageError("multirun is not built yet", "run the command once per value")
-    check_job(str(composed[0].get("job")))
+        return []
+    for configuration in composed:
+        check_job(str(configuration.get("job")))
     try:
-        return load(composed[0])
+        configs = [load(configuration) for configuration in composed]
     except ValueError as error:
         raise cli.UsageError(str(error), cli.hint_for(str(error), line.overrides)) from error
+    places = [config.output_dir for config in configs]
+    shared = sorted({place for place in places if places.count(place) > 1})
+    if shared:
+        raise cli.UsageError(
+            f"-m: {len(configs)} runs would share output_dir={shared[0]}",
+            "name a folder for each: output_dir=out1,out2, or output_dir='out/${sampling.seed}'",
+        )
+    return configs
 
 
 def _compose(line: CommandLine) -> list[Mapping[str, object]]:
-    """What Hydra composes of a command line: one configuration, or none if it only showed some."""
+    """What Hydra composes of a command line: one configuration, several under -m, or none if it
+    only showed some."""
     import hydra
 
     composed: list[Mapping[str, object]] = []
@@ -131,10 +157,14 @@ def _compose(line: CommandLine) -> list[Mapping[str, object]]:
     saved_argv, saved_flag = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
     # Hydra reads its arguments from sys.argv only, and raises instead of printing and exiting only
     # under this variable.
-    sys.argv = ["ddbatch", *(override.sent for override in line.overrides), *line.flags]
+    sent = [override.sent for override in line.overrides]
     os.environ["HYDRA_FULL_ERROR"] = "1"
     try:
-        decorate(keep)()
+        # A sweep leaves a multirun.yaml in its folder, whatever it is told.
+        with tempfile.TemporaryDirectory() as swept:
+            sweep = ["--multirun", f"hydra.sweep.dir='{swept}'"] if line.is_multirun else []
+            sys.argv = ["ddbatch", *line.flags, *sweep, *sent]
+            decorate(keep)()
     finally:
         sys.argv = saved_argv
         del os.environ["HYDRA_FULL_ERROR"]
@@ -153,14 +183,19 @@ def _store_schema() -> None:
     ConfigStore.instance().store(name="ddbatch_schema", node=Config)
 
 
-def _run_job(config: Config) -> int:
-    """Import and run the job; a ValueError is the user's mistake, anything else is a bug."""
-    signals = (signal.SIGINT, signal.SIGTERM)
-    previous = [signal.signal(number, _stop) for number in signals]
+def _named_job(config: Config) -> int:
+    code = importlib.import_module(f"ddbatch.jobs.{config.job}").run(config)
+    assert isinstance(code, int), f"job={config.job} returned {code!r}, not an exit code"
+    return code
+
+
+def _run(config: Config, run_job: Callable[[Config], int]) -> int:
+    """Run a job; a ValueError is the user's mistake, a RunError the world's, all else is a bug."""
+    from ddbatch.jobs.stopping import impatient
+
     try:
-        code = importlib.import_module(f"ddbatch.jobs.{config.job}").run(config)
-        assert isinstance(code, int), f"job={config.job} returned {code!r}, not an exit code"
-        return code
+        with impatient():
+            return run_job(config)
     except KeyboardInterrupt as stop:
         print(f"ddbatch: stopped by {str(stop) or 'SIGINT'}", file=sys.stderr)
         return ExitCode.STOPPED
@@ -172,20 +207,6 @@ def _run_job(config: Config) -> int:
         if type(error) is not ValueError:
             raise
         return _refuse(error)
-    finally:
-        for number, handler in zip(signals, previous, strict=True):
-            signal.signal(number, handler)
-
-
-def _stop(signum: int, frame: FrameType | None) -> None:
-    """The first signal stops the job, which writes what is finished; a second one exits at once."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _exit_now)
-    raise KeyboardInterrupt(signal.Signals(signum).name)
-
-
-def _exit_now(signum: int, frame: FrameType | None) -> None:
-    os._exit(ExitCode.STOPPED_TWICE)
 
 
 def _refuse(error: ValueError) -> int:

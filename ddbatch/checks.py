@@ -22,7 +22,7 @@ MISSING = "???"  # how Hydra writes a required value that is not set
 
 JOBS: tuple[str, ...] = ("generate", "check", "status", "merge", "estimate", "verify", "bench")
 JOBS += ("sweep", "probe", "train", "report")
-BUILT_JOBS = ("generate",)
+BUILT_JOBS = ("generate", "check", "status", "merge", "estimate")
 
 LARGEST = sys.float_info.max  # no limit, but neither inf nor nan passes
 
@@ -96,21 +96,40 @@ RULES: dict[str, Rule] = {
     "output.store": Rule(("prompt_ids", "acceptance")),
     "shards.rows": COUNT,
     "shards.start": Rule(("auto",), low=0),
+    "merge.format": Rule(("full", "messages", "conversations", "text", "openai_batch")),
+    "merge.reasoning": Rule(("keep", "split", "drop")),
+    "merge.file_type": Rule(("parquet", "jsonl")),
+    "merge.file_mb": COUNT,
+    "estimate.rows": COUNT,
+    "estimate.tokens_per_second": Rule(low=0, is_open=True, is_whole=False),
+    "estimate.output_tokens": COUNT,
 }
 
-# Options of later releases: nothing but the default is accepted, and what ALSO_BUILT lists.
+# Options of the engine's later releases: nothing but the default is accepted, and ALSO_BUILT.
 NOT_BUILT: dict[str, str] = {
-    "model": "revision hash",
-    "data": "name revision split tools_column sampling_column template_date turns grow select",
+    "model": "revision",
     "sampling": "temperature top_p top_k min_p n stop stop_file logprobs top_logprobs",
     "engine": "spine capture gate on_gate_failure audit_rate reproducible",
-    "output": "part_seconds max_error_rate resume grace_seconds card",
-    "shards": "rows start wait",
+    "shards": "wait",
 }
 ALSO_BUILT: dict[str, tuple[object, ...]] = {"engine.capture": (False,)}
 
 REQUIRED = ("model.path", "data.path", "output_dir")
-FILES = ("drafter.path", "data.system_prompt_file", "data.template", "sampling.stop_file")
+# What a job cannot do without; the others need what generate needs.
+REQUIRED_BY_JOB: dict[str, tuple[str, ...]] = {
+    "check": ("output_dir",),
+    "status": ("output_dir",),
+    "merge": ("output_dir", "merge.output_dir"),
+    "estimate": ("model.path", "data.path"),
+}
+FILES = (
+    "drafter.path",
+    "data.system_prompt_file",
+    "data.template",
+    "sampling.stop_file",
+    "merge.output_dir",
+    "merge.runs",
+)
 FREE_DICTS = ("data.chat_template_kwargs", "output.card")
 
 
@@ -154,6 +173,17 @@ def check(config: Config) -> None:
                 guess = did_you_mean(shown(item), rule.words)
                 raise ValueError(f"{key}={shown(value)}: expected {rule}{guess}")
     _check_together(config)
+    required = REQUIRED_BY_JOB.get(config.job, REQUIRED)
+    unset = [key for key in required if option(config, key) in (None, "", MISSING)]
+    if unset:
+        is_demo = config.job == "generate" and {"model.path", "data.path"} <= set(unset)
+        is_demo = is_demo and config.drafter.path is None
+        demo = " (the embedded demo, which would need none, is not built yet)" if is_demo else ""
+        raise ValueError(f"required and not set: {', '.join(unset)}{demo}")
+
+
+def check_built(config: Config) -> None:
+    """Refuse what the engine cannot do yet."""
     defaults = type(config)()
     later = [f"{group}.{name}" for group, names in NOT_BUILT.items() for name in names.split()]
     refused = [
@@ -163,11 +193,6 @@ def check(config: Config) -> None:
     ]
     if refused:
         raise ValueError("; ".join(refused))
-    unset = [key for key in REQUIRED if option(config, key) in ("", MISSING)]
-    if unset:
-        is_demo = {"model.path", "data.path"} <= set(unset) and config.drafter.path is None
-        demo = " (the embedded demo, which would need none, is not built yet)" if is_demo else ""
-        raise ValueError(f"required and not set: {', '.join(unset)}{demo}")
 
 
 def _check_together(config: Config) -> None:

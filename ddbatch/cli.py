@@ -53,11 +53,13 @@ class Override:
 
 @dataclass(frozen=True)
 class CommandLine:
-    """An understood command line. flags go to Hydra; without is_run they only show something."""
+    """An understood command line. flags go to Hydra; without is_run they only show something.
+    is_multirun: every combination of the values with commas is a run."""
 
     overrides: tuple[Override, ...]
     flags: tuple[str, ...]
     is_run: bool
+    is_multirun: bool
 
 
 def read(arguments: Sequence[str]) -> CommandLine:
@@ -72,8 +74,6 @@ def read(arguments: Sequence[str]) -> CommandLine:
         known, rest = parser.parse_known_args(arguments)
     except argparse.ArgumentError as error:
         raise UsageError(str(error)) from error
-    if known.multirun:
-        raise UsageError("multirun is not built yet", "run the command once per value")
     for word in rest:
         if word.startswith("-"):
             key = word.lstrip("-").partition("=")[0]
@@ -91,7 +91,8 @@ def read(arguments: Sequence[str]) -> CommandLine:
     is_extended = known.config_dir is not None
     overrides = tuple(_read_override(word, is_extended) for word in _whole_words(rest))
     _refuse_repeats(overrides)
-    return CommandLine(overrides, tuple(flags), known.cfg is None)
+    is_run = known.cfg is None
+    return CommandLine(overrides, tuple(flags), is_run, known.multirun and is_run)
 
 
 def closest(key: str) -> str | None:
@@ -253,7 +254,7 @@ def _commas_hint(override: Override) -> str:
         return f"write a list: '{override.key}=[{value}]'"
     if override.key in TEXTS:
         return quoting_hint(override)
-    return "sweeps are not built yet: run the command once per value"
+    return "-m runs once per value, with an output_dir for each"
 
 
 def _expected(key: str) -> str:

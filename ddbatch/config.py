@@ -127,6 +127,37 @@ class ShardsConfig:
 
 
 @dataclass
+class MergeConfig:
+    """job=merge: one clean data set of output_dir and the further runs, as files for training."""
+
+    output_dir: str | None = None  # required by the job
+    runs: list[str] = field(default_factory=list)
+    format: str = "full"
+    by: str = "key"  # rows of several runs that are equal in it: the last run wins
+    filter: str | None = None
+    dedup: list[str] = field(default_factory=list)
+    reasoning: str = "keep"
+    file_type: str = "parquet"
+    file_mb: int = 300
+
+
+@dataclass
+class EstimateConfig:
+    """job=estimate: what a run will cost, from the prompts alone."""
+
+    rows: int | None = None  # look at the first so many
+    tokens_per_second: float | None = None
+    output_tokens: int | None = None  # mean of a row; unset = its cap
+
+
+@dataclass
+class StatusConfig:
+    """job=status: how far a run is, from its records alone."""
+
+    json: bool = False
+
+
+@dataclass
 class Config:
     """Everything a job is told. Not frozen: Hydra could not override a frozen class."""
 
@@ -139,6 +170,9 @@ class Config:
     engine: EngineConfig = field(default_factory=EngineConfig)
     output: OutputConfig = field(default_factory=OutputConfig)
     shards: ShardsConfig = field(default_factory=ShardsConfig)
+    merge: MergeConfig = field(default_factory=MergeConfig)
+    estimate: EstimateConfig = field(default_factory=EstimateConfig)
+    status: StatusConfig = field(default_factory=StatusConfig)
 
 
 def option_types(group: type = Config, prefix: str = "") -> dict[str, object]:
@@ -177,7 +211,9 @@ def load(composed: Mapping[str, object]) -> Config:
         group, _, name = key.rpartition(".")
         owner = option(config, group) if group else config
         value = getattr(owner, name)
-        if value is not None:
+        if isinstance(value, list):
+            setattr(owner, name, [os.path.expanduser(item) for item in value])
+        elif value is not None:
             setattr(owner, name, os.path.expanduser(value))
     check(config)
     return config

@@ -86,11 +86,42 @@ class CachePlan:
 
 
 @dataclass(frozen=True)
+class Shard:
+    """A range of row_ids: a unit of work and of file names, nothing else. It may span files."""
+
+    index: int
+    first_row: int
+    num_rows: int
+
+    @property
+    def stop_row(self) -> int:
+        """One beyond the last row_id."""
+        return self.first_row + self.num_rows
+
+
+@dataclass(frozen=True)
+class RowSampling:
+    """Sampling options that one row sets for itself; None = as the run has it."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    max_new_tokens: int | None = None
+    seed: int | None = None
+    stop: tuple[str, ...] | None = None
+    stop_token_ids: tuple[int, ...] | None = None
+    ignore_eos: bool | None = None
+
+
+@dataclass(frozen=True)
 class Prompt:
     """One input row that can be rendered: exactly one of messages_json, text, token_ids is set.
 
     JSON strings hold nested values untouched: messages_json a list of chat messages, tools_json a
-    list of tools, kept_json the columns of data.keep_columns, raw_json the whole input row.
+    list of tools, raw_json the whole input row. kept: the values of data.keep_columns, in their
+    order, as the run's schema has them. is_continued: the last message is an assistant's, and the
+    completion goes on from its text (data.turns=continue).
     """
 
     key: Key
@@ -99,17 +130,20 @@ class Prompt:
     text: str | None = None
     token_ids: tuple[int, ...] | None = None
     tools_json: str | None = None
-    kept_json: str | None = None
+    kept: tuple[object, ...] = ()
+    sampling: RowSampling = RowSampling()
+    is_continued: bool = False
     raw_json: str = ""
 
 
 @dataclass(frozen=True)
 class TokenPrompt:
-    """What the engine decodes: ids of one prompt and the cap in force for it."""
+    """What the engine decodes: ids of one prompt, the cap in force, and the row's own sampling."""
 
     key: Key
     token_ids: tuple[int, ...]
     max_new_tokens: int
+    sampling: RowSampling = RowSampling()
 
 
 @dataclass(frozen=True)

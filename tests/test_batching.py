@@ -1,169 +1,40 @@
-"""Prompts to ids: equal to transformers' apply_chat_template, BOS once, every refusal named."""
+"""Prompts to ids and back: BOS once, long prompts, every refusal named (shapes: test_templates)."""
 
 from __future__ import annotations
 
 import json
-import shutil
+import subprocess
+import sys
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
 import pytest
+from chat_templates import CONVERSATIONS, GEMMA, LLAMA3, QWEN2, QWEN3
+from encoders import (
+    VOCAB_SIZE,
+    ids_of,
+    make_encoder,
+    make_folder,
+    make_tokenizer,
+    prompt_of,
+    slow_twin,
+)
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from ddbatch.core import Key, Prompt, Rejected
-from ddbatch.data.batching import OnLong, PromptEncoder
+from ddbatch.core import Key, Rejected, RowSampling
+from ddbatch.data.batching import Encoded, OnLong, PromptEncoder
+from ddbatch.data.columns import Columns
 
-SPECIAL = ["<s>", "</s>", "<|user|>", "<|end|>", "[INST]", "[/INST]"]
-VOCAB_SIZE = 1000
 REAL = Path(__file__).parents[2] / "shared" / "models" / "smollm2-135m-instruct"
 
-CHATML = """{% for m in messages %}
-{{ '<|user|>' + m['role'] + '\n' + m.content + '<|end|>\n' }}
-{% endfor %}
-{% if add_generation_prompt %}
-{{ '<|user|>assistant\n' }}
-{%- if enable_thinking is defined and not enable_thinking %}{{ '<think>\n\n</think>' }}{% endif %}
-{% endif %}"""
-LLAMA = """{{- bos_token }}
-{%- if messages[0].role == 'system' %}{% set system = messages[0].content | trim %}
-    {%- set messages = messages[1:] %}{% else %}{% set system = '' %}{% endif %}
-{{- '<|user|>system\n\n' + system + '<|end|>' }}
-{%- for m in messages %}{{- '<|user|>' + m.role + '\n\n' + (m.content | trim) + '<|end|>' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|user|>assistant\n\n' }}{% endif %}"""
-MISTRAL = """{{ bos_token }}{% for m in messages %}
-{% if m.role == 'user' %}{{ '[INST] ' ~ m.content ~ ' [/INST]' }}
-{% elif m.role == 'assistant' %}{{ ' ' + m.content + eos_token }}{% endif %}{% endfor %}"""
-GEMMA = """{{ bos_token }}{% if messages[0]['role'] == 'system' %}
-{{ raise_exception('System role not supported') }}{% endif %}
-{% for m in messages %}
-{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}
-{{ raise_exception('Roles must alternate') }}{% endif %}
-{{ '<|user|>' + m['role'] + '\n' + m['content'] | trim + '<|end|>\n' }}{% endfor %}
-{% if add_generation_prompt %}{{'<|user|>model\n'}}{% endif %}"""
-TOOLS = """{% if tools is not none and tools %}{{ '<|user|>tools\n' }}
-{% for tool in tools %}{{ tool | tojson(indent=2) }}{{ tool | tojson }}{% endfor %}{% endif %}
-{% for m in messages %}{{ '<|user|>' + m.role + '\n' }}
-{% if m.content is defined %}{{ m.content }}{% endif %}
-{% if m.tool_calls is defined %}{% for call in m.tool_calls %}
-{{ call.function | tojson }}{% endfor %}{% endif %}{{ '<|end|>' }}{% endfor %}"""
-DATE = """{{ bos_token }}{{ 'Today is ' + strftime_now('%Y-%m') }}
-{% if not date_string is defined %}{% set date_string = strftime_now('%b %Y') %}{% endif %}
-{{ date_string }}{% for m in messages %}{{ m.content }}{% endfor %}"""
-GENERATION = """{% for m in messages %}{% set mark = m.role %}{% if m.role == 'assistant' %}
-{% generation %}{% set mark = 'inner' %}{{ m.content }}<|end|>
-{% endgeneration %}{% else %}
-{{ m.content }}{% endif %}{{ mark }}{% endfor %}"""
-LOOPS = """{% set ns = namespace(last=-1, n=0) %}
-{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}
-{% endfor %}
-{% for m in messages %}{% if m.role == 'tool' %}{% continue %}{% endif %}
-{% if loop.index0 > ns.last %}{% break %}{% endif %}
-{{ m.role }}: {{ m.content }}
-{% endfor %}{{ ns.last }}"""
-# No system message: the gemma shape has none.
-TEMPLATES = {
-    "chatml": CHATML,
-    "llama": LLAMA,
-    "mistral": MISTRAL,
-    "gemma": GEMMA,
-    "tools": TOOLS,
-    "date": DATE,
-    "generation": GENERATION,
-    "loops": LOOPS,
-}
 TURNS = [
     {"role": "user", "content": "  hello <b>w\u00f6rld</b> & '\u4f60' \n"},
     {"role": "assistant", "content": "lo and behold", "name": None},
     {"role": "user", "content": "again <|end|> then\n\n  more"},
 ]
-CALL = {"type": "function", "function": {"name": "f\u00e9", "arguments": {"x": "<1>", "y": None}}}
-TOOL_TURNS = [
-    TURNS[0],
-    {"role": "assistant", "content": None, "tool_calls": [CALL]},
-    {"role": "tool", "content": "3"},
-    TURNS[2],
-]
-TOOL = {"type": "function", "function": {"name": "f\u00e9", "parameters": {"type": "object"}}}
-
-
-def make_tokenizer(*, adds_bos: bool = True) -> Tokenizer:
-    """Byte-level BPE with a few merges, so that ids depend on where text is split."""
-    symbols = sorted(pre_tokenizers.ByteLevel.alphabet())
-    merges = [
-        ("h", "e"),
-        ("l", "l"),
-        ("l", "o"),
-        ("he", "ll"),
-        ("\u0120", "a"),
-        ("\u010a", "\u010a"),
-    ]
-    tokens = [*symbols, *("".join(pair) for pair in merges)]
-    vocab = {token: number for number, token in enumerate(dict.fromkeys(tokens))}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in SPECIAL])
-    if adds_bos:
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single="<s> $A", special_tokens=[("<s>", tokenizer.token_to_id("<s>"))]
-        )
-    return tokenizer
-
-
-def make_folder(
-    folder: Path,
-    *,
-    chat_template: object = None,
-    adds_bos: bool = True,
-    **config: object,
-) -> Path:
-    folder.mkdir(exist_ok=True)
-    tokenizer = make_tokenizer(adds_bos=adds_bos)
-    # What a saved tokenizer may carry and an encoder must not obey.
-    tokenizer.enable_truncation(5)
-    tokenizer.enable_padding(length=50)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    entries = {"bos_token": "<s>", "eos_token": {"content": "</s>", "lstrip": False}, **config}
-    if chat_template is not None:
-        entries["chat_template"] = chat_template
-    (folder / "tokenizer_config.json").write_text(json.dumps(entries))
-    return folder
-
-
-def make_encoder(folder: Path, template: str = "auto", **options: object) -> PromptEncoder:
-    chat_template_kwargs = options.get("chat_template_kwargs")
-    system_prompt = options.get("system_prompt")
-    assert chat_template_kwargs is None or isinstance(chat_template_kwargs, dict)
-    assert system_prompt is None or isinstance(system_prompt, str)
-    return PromptEncoder.from_folder(
-        folder,
-        template=template,
-        chat_template_kwargs=chat_template_kwargs,
-        system_prompt=system_prompt,
-    )
-
-
-def prompt_of(value: object, *, tools: object = None) -> Prompt:
-    key = Key(5, 0, 0)
-    tools_json = None if tools is None else json.dumps(tools)
-    if isinstance(value, str):
-        return Prompt(key, text=value, tools_json=tools_json, user_id="u", raw_json="{}")
-    if isinstance(value, tuple):
-        return Prompt(key, token_ids=value, user_id="u", raw_json="{}")
-    messages_json = json.dumps(value, ensure_ascii=False)
-    return Prompt(key, messages_json=messages_json, tools_json=tools_json, user_id="u")
-
-
-def ids_of(encoder: PromptEncoder, value: object, *, tools: object = None) -> list[int]:
-    ids = encoder.encode(
-        prompt_of(value, tools=tools), vocab_size=VOCAB_SIZE, max_prompt_len=4096, on_long="reject"
-    )
-    assert isinstance(ids, tuple), ids
-    return list(ids)
 
 
 def fault_of(
@@ -182,44 +53,15 @@ def fault_of(
     return result
 
 
-def slow_twin(folder: Path, template: str) -> PreTrainedTokenizerFast:
-    tokenizer = make_tokenizer()
-    tokenizer.save(str(folder / "twin.json"))
-    return PreTrainedTokenizerFast(
-        tokenizer_file=str(folder / "twin.json"),
-        bos_token="<s>",
-        eos_token="</s>",
-        chat_template=template,
-    )
-
-
-@pytest.mark.parametrize("shape", TEMPLATES)
-def test_ids_equal_those_of_apply_chat_template(shape: str, tmp_path: Path) -> None:
-    encoder = make_encoder(make_folder(tmp_path, chat_template=TEMPLATES[shape]))
-    twin = slow_twin(tmp_path, TEMPLATES[shape])
-    conversations: list[tuple[list[dict[str, object]], object]] = [(TURNS[:1], None), (TURNS, None)]
-    if shape in ("tools", "loops"):
-        conversations.append((TOOL_TURNS, [TOOL]))
-    for messages, tools in conversations:
-        expected = twin.apply_chat_template(
-            messages, tools=tools, tokenize=True, add_generation_prompt=True, return_dict=False
-        )
-        assert ids_of(encoder, messages, tools=tools) == expected
-        text = twin.apply_chat_template(
-            messages, tools=tools, tokenize=False, add_generation_prompt=True
-        )
-        assert encoder.render(prompt_of(messages, tools=tools)) == text
-
-
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.text(st.characters(exclude_categories=["Cs"])), min_size=1, max_size=4))
 def test_any_text_renders_to_the_ids_of_apply_chat_template(
     tmp_path_factory: pytest.TempPathFactory, contents: list[str]
 ) -> None:
     folder = tmp_path_factory.getbasetemp() / "any-text"
-    encoder = make_encoder(make_folder(folder, chat_template=LLAMA))
+    encoder = make_encoder(make_folder(folder, chat_template=LLAMA3))
     messages = [{"role": "user", "content": content} for content in contents]
-    expected = slow_twin(folder, LLAMA).apply_chat_template(
+    expected = slow_twin(folder, LLAMA3).apply_chat_template(
         messages, tokenize=True, add_generation_prompt=True, return_dict=False
     )
     assert ids_of(encoder, messages) == expected
@@ -237,12 +79,12 @@ def test_a_real_model_folder_gives_the_ids_of_transformers() -> None:
         ids = encoder.encode(
             prompt_of(messages), vocab_size=49152, max_prompt_len=999, on_long="reject"
         )
-        assert list(ids) == expected
+        assert ids == Encoded(tuple(expected))
     assert encoder.eos_token_id == twin.eos_token_id
 
 
 def test_the_bos_token_appears_once(tmp_path: Path) -> None:
-    folder = make_folder(tmp_path, chat_template=LLAMA)
+    folder = make_folder(tmp_path, chat_template=LLAMA3)
     bos = make_tokenizer().token_to_id("<s>")
     for template, value in (("auto", "hello"), ("none", "hello"), ("none", "<s>hello")):
         ids = ids_of(make_encoder(folder, template), value)
@@ -250,19 +92,8 @@ def test_the_bos_token_appears_once(tmp_path: Path) -> None:
         assert ids.count(bos) == 1
 
 
-def test_raw_text_follows_add_bos_token_as_transformers_does(tmp_path: Path) -> None:
-    for number, (adds_bos, flag) in enumerate(((False, True), (True, False), (False, None))):
-        config = {} if flag is None else {"add_bos_token": flag}
-        folder = make_folder(tmp_path / str(number), adds_bos=adds_bos, **config)
-        make_tokenizer(adds_bos=adds_bos).save(str(folder / "twin.json"))
-        twin = PreTrainedTokenizerFast(
-            tokenizer_file=str(folder / "twin.json"), bos_token="<s>", eos_token="</s>", **config
-        )
-        assert ids_of(make_encoder(folder), "hello all") == twin.encode("hello all")
-
-
 def test_a_text_prompt_is_one_user_turn_and_the_system_prompt_comes_first(tmp_path: Path) -> None:
-    folder = make_folder(tmp_path, chat_template=CHATML)
+    folder = make_folder(tmp_path, chat_template=QWEN2)
     plain, system = make_encoder(folder), make_encoder(folder, system_prompt="Be brief.")
     user = {"role": "user", "content": "hello"}
     brief, own = ({"role": "system", "content": text} for text in ("Be brief.", "Own."))
@@ -274,50 +105,24 @@ def test_a_text_prompt_is_one_user_turn_and_the_system_prompt_comes_first(tmp_pa
 
 
 def test_template_variables_come_from_chat_template_kwargs(tmp_path: Path) -> None:
-    folder = make_folder(tmp_path, chat_template=CHATML)
+    folder = make_folder(tmp_path, chat_template=QWEN3)
     encoder = make_encoder(folder, chat_template_kwargs={"enable_thinking": False})
-    text = encoder.render(prompt_of("hi"))
+    text, tail = encoder.render(prompt_of("hi")), "<think>\n\n</think>\n\n"
     assert isinstance(text, str)
-    assert text.endswith("hi<|end|>\n\n<|user|>assistant\n<think>\n\n</think>")
-    assert make_encoder(folder).render(prompt_of("hi")) == text.removesuffix("<think>\n\n</think>")
+    assert text.endswith("hi<|im_end|>\n<|im_start|>assistant\n" + tail)
+    assert make_encoder(folder).render(prompt_of("hi")) == text.removesuffix(tail)
     for name in ("messages", "tools", "add_generation_prompt"):
         with pytest.raises(ValueError, match=rf"data.chat_template_kwargs=.*{name} is set"):
             make_encoder(folder, chat_template_kwargs={name: 1})
 
 
-def test_the_template_is_found_in_each_place_transformers_keeps_it(tmp_path: Path) -> None:
-    named = [{"name": "rag", "template": "no"}, {"name": "default", "template": "list"}]
-    other = tmp_path / "other.jinja"
-    other.write_text("mine")
-    plain = make_folder(tmp_path / "a", chat_template="string")
-    listed = make_folder(tmp_path / "b", chat_template=named)
-    both = make_folder(tmp_path / "c", chat_template="string")
-    (both / "chat_template.jinja").write_text("file")
-    bare = make_folder(tmp_path / "d")
-    for folder, template, text in (
-        (plain, "auto", "string"),
-        (listed, "auto", "list"),
-        (both, "auto", "file"),
-        (both, "none", "prompt"),
-        (both, str(other), "mine"),
-        (bare, "auto", "prompt"),
-    ):
-        assert make_encoder(folder, template).render(prompt_of("prompt")) == text
-    for template in ("auto", "none"):
-        with pytest.raises(ValueError, match=rf"data.template={template}: .*messages"):
-            ids_of(make_encoder(bare, template), TURNS)
-    shutil.rmtree(bare)
-    with pytest.raises(ValueError, match=r"the templates \['rag'\] and no default"):
-        make_encoder(make_folder(bare, chat_template=named[:1]))
-
-
 def test_a_row_that_cannot_be_encoded_is_rejected_with_its_code(tmp_path: Path) -> None:
     folder = make_folder(tmp_path, chat_template=GEMMA)
     chat, raw = make_encoder(folder), make_encoder(folder, "none")
-    refused = fault_of(chat, [{"role": "system", "content": "x"}])
+    refused = fault_of(chat, [{"role": "tool", "content": "x"}])
     assert refused.code == "template_error"
-    assert refused.reason == "TemplateError: System role not supported"
-    chatml = make_encoder(make_folder(tmp_path / "chatml", chat_template=CHATML))
+    assert refused.reason == "TemplateError: Conversation roles must alternate"
+    chatml = make_encoder(make_folder(tmp_path / "chatml", chat_template=QWEN2))
     assert fault_of(chatml, [{"role": "user"}]).code == "template_error"
     assert fault_of(raw, "a\ud800").code == "bad_text"
     assert fault_of(raw, ()).code == "empty_prompt"
@@ -342,7 +147,98 @@ def test_a_long_prompt_is_rejected_or_loses_its_head(tmp_path: Path) -> None:
                 max_prompt_len=limit,
                 on_long="truncate_left",
             )
-            assert cut == tuple(ids[-limit:])
+            assert cut == Encoded(tuple(ids[-limit:]), num_dropped=len(ids) - limit)
+    for limit, cut_to in ((len(ids) - 1, 2), (len(ids), 2)):
+        cut = encoder.encode(
+            prompt_of("hello there all"),
+            vocab_size=VOCAB_SIZE,
+            max_prompt_len=limit,
+            cut_to=cut_to,
+            on_long="truncate_left",
+        )
+        num_dropped = 0 if limit == len(ids) else len(ids) - cut_to
+        assert cut == Encoded(tuple(ids[num_dropped:]), num_dropped)
+
+
+def test_many_prompts_are_encoded_as_one_by_one(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path, chat_template=QWEN3)
+    prompts = [
+        replace(prompt_of(value, tools=tools), key=Key(row_id, 0, 0))
+        for row_id, (value, tools) in enumerate(
+            [
+                *CONVERSATIONS.values(),
+                ((1, 2, 3), None),
+                ((1, VOCAB_SIZE), None),
+                ("x" * 60, None),
+                ("y\ud800", None),
+                ((), None),
+                *((f"text {number}", None) for number in range(300)),
+            ]
+        )
+    ]
+    limits = {"vocab_size": VOCAB_SIZE, "max_prompt_len": 60, "on_long": "truncate_left"}
+    cut_to = [row_id % 60 + 1 for row_id in range(len(prompts))]
+    for template in ("auto", "none"):
+        encoder = make_encoder(folder, template)
+        taken = [
+            prompt
+            for prompt in prompts
+            if template == "auto" or (prompt.messages_json, prompt.tools_json) == (None, None)
+        ]
+        cuts = [cut_to[prompt.key.row_id] for prompt in taken]
+        many = encoder.encode_many(taken, **limits, cut_to=cuts)
+        one_by_one = [
+            encoder.encode(prompt, **limits, cut_to=cut)
+            for prompt, cut in zip(taken, cuts, strict=True)
+        ]
+        assert many == one_by_one
+        assert {row.code for row in many if isinstance(row, Rejected)} == {
+            "bad_text",
+            "empty_prompt",
+            "token_out_of_range",
+        }
+    assert encoder.encode_many([], **limits) == []
+
+
+def test_options_that_do_not_go_with_the_columns_are_refused_before_a_row(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path, chat_template=QWEN2)
+    chat, raw = make_encoder(folder, system_prompt="s"), make_encoder(folder, "none")
+    for columns in (Columns("p", "text"), Columns("p", "messages", tools_column="t")):
+        chat.check_columns(columns)
+    raw.check_columns(Columns("p", "text"))
+    raw.check_columns(Columns("p", "token_ids"))
+    with pytest.raises(ValueError, match=r"data\.system_prompt=s: a prompt of token ids"):
+        chat.check_columns(Columns("p", "token_ids"))
+    with pytest.raises(ValueError, match=r"data\.template=none: the input has messages and there"):
+        raw.check_columns(Columns("p", "messages"))
+    with pytest.raises(ValueError, match=r"data\.template=none: the input has tools \(data\."):
+        raw.check_columns(Columns("p", "text", tools_column="t"))
+    with pytest.raises(ValueError, match=r"data\.template=none: the input has tools"):
+        ids_of(raw, "x", tools=[])
+
+
+def test_a_stop_token_of_a_row_must_be_in_the_vocabulary(tmp_path: Path) -> None:
+    encoder = make_encoder(make_folder(tmp_path))
+    prompt = replace(prompt_of("x"), sampling=RowSampling(stop_token_ids=(0, 9)))
+    limits = {"max_prompt_len": 9, "on_long": "reject"}
+    assert isinstance(encoder.encode(prompt, vocab_size=VOCAB_SIZE, **limits), Encoded)
+    rejected = encoder.encode(prompt, vocab_size=9, **limits)
+    assert isinstance(rejected, Rejected)
+    assert (rejected.code, rejected.reason) == (
+        "bad_sampling",
+        "stop_token_ids: 9 is outside 0..8",
+    )
+
+
+def test_the_conversation_is_what_the_model_saw(tmp_path: Path) -> None:
+    encoder = make_encoder(make_folder(tmp_path, chat_template=QWEN2), system_prompt="S \u00e9")
+    system, user = {"role": "system", "content": "S \u00e9"}, {"role": "user", "content": "u"}
+    text = json.dumps([system, user], ensure_ascii=False)
+    assert encoder.conversation_json(prompt_of("u")) == text
+    assert encoder.conversation_json(prompt_of([user])) == text
+    assert encoder.conversation_json(prompt_of((1, 2))) is None
+    assert encoder.template_text == QWEN2
+    assert make_encoder(tmp_path, "none").template_text is None
 
 
 def test_decode_gives_back_the_text_and_tells_special_tokens(tmp_path: Path) -> None:
@@ -353,17 +249,6 @@ def test_decode_gives_back_the_text_and_tells_special_tokens(tmp_path: Path) -> 
     assert encoder.decode(ids, skip_special_tokens=False) == f"<s>{text}</s>"
     assert encoder.decode(ids[:-2], skip_special_tokens=True).endswith("\ufffd")
     assert encoder.decode((), skip_special_tokens=True) == ""
-
-
-def test_the_eos_token_is_read_from_either_form(tmp_path: Path) -> None:
-    eos = make_tokenizer().token_to_id("</s>")
-    assert make_encoder(make_folder(tmp_path / "a")).eos_token_id == eos
-    assert make_encoder(make_folder(tmp_path / "b", eos_token="</s>")).eos_token_id == eos
-    assert make_encoder(make_folder(tmp_path / "c", eos_token=None)).eos_token_id is None
-    older = make_folder(tmp_path / "d", eos_token=None)
-    (older / "tokenizer_config.json").unlink()
-    (older / "special_tokens_map.json").write_text('{"eos_token": {"content": "</s>"}}')
-    assert make_encoder(older).eos_token_id == eos
 
 
 def test_the_date_is_one_for_the_whole_run(tmp_path: Path) -> None:
@@ -384,23 +269,11 @@ def test_a_template_cannot_reach_out_of_its_sandbox(tmp_path: Path) -> None:
     assert fault_of(encoder, "x").reason.startswith("SecurityError")
 
 
-def test_a_broken_model_folder_is_refused_by_file_name(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"model\.path=.*tokenizer\.json is missing"):
-        make_encoder(tmp_path)
-    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
-        for content in ("{", "[]"):
-            folder = make_folder(tmp_path / "model")
-            (folder / name).write_text(content)
-            with pytest.raises(ValueError, match=rf"model\.path=.*model:.*{name}"):
-                make_encoder(folder)
-            shutil.rmtree(folder)
-    with pytest.raises(ValueError, match=r"tokenizer_config\.json names eos_token '<none>'"):
-        make_encoder(make_folder(tmp_path / "eos", eos_token="<none>"))
-    folder = make_folder(tmp_path / "template", chat_template="{% if %}")
-    with pytest.raises(ValueError, match=r"model.path=.*data.template=auto.*not compile"):
-        make_encoder(folder)
-    with pytest.raises(ValueError, match=r"data\.template=gone.*cannot be read"):
-        make_encoder(folder, "gone")
-    for option, value in (("system_prompt", "x"), ("chat_template_kwargs", {"a": 1})):
-        with pytest.raises(ValueError, match=rf"data.{option}=.*no chat template"):
-            make_encoder(folder, "none", **{option: value})
+def test_the_data_room_imports_neither_torch_nor_transformers() -> None:
+    rooms = ("prompts", "batching", "schema", "sink")
+    program = "; ".join(f"import ddbatch.data.{room}" for room in rooms)
+    program += "; import sys; print(sorted({'torch', 'transformers', 'triton'} & set(sys.modules)))"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "[]"

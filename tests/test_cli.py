@@ -107,8 +107,23 @@ def test_a_job_is_chosen_by_name(job: str, capsys: Captured) -> None:
 
 
 def test_a_job_that_is_not_built_answers_one_line(capsys: Captured) -> None:
-    lines = refused(capsys, "job=check")
-    assert lines == ["error: job=check is not built yet; built: generate"]
+    lines = refused(capsys, "job=bench")
+    built = "generate, check, status, merge, estimate"
+    assert lines == [f"error: job=bench is not built yet; built: {built}"]
+
+
+@pytest.mark.parametrize(
+    ("job", "missing"),
+    [
+        ("generate", "model.path, data.path, output_dir"),
+        ("check", "output_dir"),
+        ("status", "output_dir"),
+        ("merge", "output_dir, merge.output_dir"),
+        ("estimate", "model.path, data.path"),
+    ],
+)
+def test_each_job_names_all_that_it_needs(job: str, missing: str, capsys: Captured) -> None:
+    assert f"required and not set: {missing}" in refused(capsys, f"job={job}")[0]
 
 
 def test_all_missing_required_options_are_named(capsys: Captured) -> None:
@@ -135,12 +150,12 @@ def test_all_missing_required_options_are_named(capsys: Captured) -> None:
         ("~engine.budget=8", "cannot be removed", "leave it out"),
         ("+job=check", "is an option already", "write job=check without +"),
         ("hydra.run.dir=x", "settings of Hydra itself are fixed", "--config-dir"),
-        ("merge.x=1", "job=merge is not built yet; built: generate", "--cfg job"),
-        ("-m", "multirun is not built yet", "once per value"),
-        ("--multirun", "multirun is not built yet", "once per value"),
+        ("bench.x=1", "job=bench is not built yet; built: generate", "--cfg job"),
+        ("merge.fromat=text", "no such option", "did you mean merge.format?"),
+        ("merge.format=alpaca", "full, messages, conversations, text or openai_batch", "--cfg"),
         ("--engine.rows=8", "no such flag", "did you mean engine.rows=VALUE?"),
         ("--frobnicate", "no such flag", "--cfg job"),
-        ("engine.rows=8,16", "one value is expected", "once per value"),
+        ("engine.rows=8,16", "one value is expected", "-m runs once per value"),
         ("data.keep_columns=a,b", "one value is expected", "'data.keep_columns=[a,b]'"),
         ("engine.budget=1e3", "expected auto or an integer in [0, 1024]", "--cfg job"),
         ("sampling.temperature=hot", "expected a number >= 0", "--cfg job"),
@@ -151,8 +166,6 @@ def test_all_missing_required_options_are_named(capsys: Captured) -> None:
         ("data.path=null", "expected text", "--cfg job"),
         ("engine.budget=atuo", "did you mean auto?", "--cfg job"),
         ("engine.rows", "not of the form KEY=VALUE", "write engine.rows=VALUE"),
-        ("sampling.temperature=0.7", "sampling.temperature=0.7 is not built yet", "--cfg job"),
-        ("output.card.license=mit", "output.card={license: mit} is not built yet", "--cfg job"),
         ("--config-dir=/nowhere", "'/nowhere' not found", "--cfg job"),
     ],
 )
@@ -287,6 +300,49 @@ def test_own_yaml_files_are_added_by_config_dir(
     assert "no such option" in refused(capsys, *REQUIRED, "--config-dir=.", "+engine.foo=1")[0]
 
 
+@pytest.mark.parametrize("flag", ["-m", "--multirun"])
+def test_a_multirun_runs_every_combination_and_leaves_no_file(
+    flag: str, jobs: list[Config], empty_folder: Path, capsys: Captured
+) -> None:
+    arguments = [*REQUIRED[:2], flag, "engine.rows=8,16", "output_dir='o-${engine.rows}'"]
+    assert main(arguments) == 0
+    assert [(job.engine.rows, job.output_dir) for job in jobs] == [(8, "o-8"), (16, "o-16")]
+    assert list(empty_folder.iterdir()) == []
+    assert "run 2 of 2: output_dir=o-16" in capsys.readouterr().err
+
+
+def test_members_of_a_multirun_must_differ_in_output_dir(
+    jobs: list[Config], capsys: Captured
+) -> None:
+    error, hint = refused(capsys, *REQUIRED, "-m", "engine.rows=8,16")
+    assert error == "error: -m: 2 runs would share output_dir=/o"
+    assert "output_dir=out1,out2" in hint
+    assert not jobs
+
+
+def test_a_multirun_goes_on_after_a_refusal_and_ends_at_a_signal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[str] = []
+
+    def run(config: Config) -> int:
+        seen.append(config.output_dir)
+        if config.output_dir == "/b":
+            raise ValueError("b is refused")
+        return 75 if config.output_dir == "/c" else 0
+
+    install(monkeypatch, run)
+    assert main([*REQUIRED[:2], "-m", "output_dir=/a,/b,/c,/d"]) == 2
+    assert seen == ["/a", "/b", "/c"]
+
+
+def test_a_bad_member_of_a_multirun_is_refused_before_any_runs(
+    jobs: list[Config], capsys: Captured
+) -> None:
+    refused(capsys, *REQUIRED[:2], "-m", "output_dir=/a,/b", "engine.rows=0,8")
+    assert not jobs
+
+
 def test_the_exit_code_of_the_job_is_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, lambda config: 3)
     assert main(REQUIRED) == 3
@@ -314,7 +370,7 @@ def test_any_other_error_of_the_job_is_a_bug(
         main(REQUIRED)
 
 
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2"])
 def test_a_signal_stops_the_job_with_75(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:
@@ -393,7 +449,7 @@ def test_an_installed_wheel_finds_its_configuration(tmp_path: Path) -> None:
     assert done.stdout.startswith("job: check\n")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 def test_a_second_signal_ends_the_process_at_once(tmp_path: Path, number: signal.Signals) -> None:
     """The job takes the first signal and then hangs in its clean-up."""
     code = f"""

@@ -13,33 +13,14 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+from fake import VOCAB, write_tokenizer
 from tiny import edit_config, edit_tensors, load_tiny_pair
-from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer
 
 from ddbatch.__main__ import main
 from ddbatch.engine import oracle
 
-VOCAB = 97
-TEMPLATE = (
-    "{% for m in messages %}<s> {{ m.role }} {{ m.content }} {% endfor %}"
-    "{% if add_generation_prompt %}<s> assistant{% endif %}"
-)
 Captured = pytest.CaptureFixture[str]
-
-
-def write_tokenizer(folder: Path, template: str | None = TEMPLATE) -> None:
-    """Words w0.. w92, `<s>`, `</s>` and roles, one id each: text and ids say the same."""
-    words = ["<s>", "</s>", "user", "assistant", *(f"w{number}" for number in range(VOCAB - 4))]
-    tokenizer = Tokenizer(
-        models.WordLevel({word: n for n, word in enumerate(words)}, unk_token="w0")
-    )
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.add_special_tokens([AddedToken("<s>"), AddedToken("</s>")])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    config = {"bos_token": "<s>", "eos_token": "</s>"}
-    if template is not None:
-        config["chat_template"] = template
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
 @pytest.fixture(scope="module")
@@ -179,7 +160,7 @@ def test_equal_ids_are_noted_and_all_rows_are_made(
 ) -> None:
     data = write_jsonl(tmp_path / "p.jsonl", [{"prompt": "w1", "id": "a"}] * 3)
     assert main(command(pair, data, tmp_path / "out", "data.id_column=id")) == 0
-    assert "1 values of data.id_column stand in several rows" in capsys.readouterr().err
+    assert "2 rows repeat a value of data.id_column" in capsys.readouterr().out
     assert len(table(tmp_path / "out", "completions")) == 3
 
 
@@ -285,13 +266,34 @@ def test_weights_cut_short_are_refused(pair: Path, tmp_path: Path, capsys: Captu
     assert not out.exists()
 
 
-def test_a_second_run_into_the_same_folder_is_refused(
+def test_the_same_command_again_has_nothing_to_do_and_another_is_refused(
     pair: Path, tmp_path: Path, capsys: Captured
 ) -> None:
     data, out = write_jsonl(tmp_path / "p.jsonl", PROMPTS), tmp_path / "out"
     assert main(command(pair, data, out)) == 0
-    assert main(command(pair, data, out)) == 2
-    assert "already holds a run" in capsys.readouterr().err
+    capsys.readouterr()
+    assert main(command(pair, data, out, "engine.budget=3", "engine.rows=2")) == 0
+    assert capsys.readouterr().out.startswith(f"nothing to do: {out} is complete, 7 finished")
+    again = command(pair, data, out, "model.dtype=bfloat16", "sampling.ignore_eos=true")
+    assert main(again) == 2
+    said = capsys.readouterr().err
+    assert 'model.dtype: "float32" in the run, "bfloat16" now' in said
+    assert "sampling.ignore_eos: false in the run, true now" in said
+
+
+def test_a_checkpoint_that_changed_is_another_run(
+    pair: Path, tmp_path: Path, capsys: Captured
+) -> None:
+    target = tmp_path / "target"
+    target.mkdir()
+    for file in (pair / "target").iterdir():
+        (target / file.name).write_bytes(file.read_bytes())
+    data, out = write_jsonl(tmp_path / "p.jsonl", PROMPTS), tmp_path / "out"
+    arguments = [a for a in command(pair, data, out) if not a.startswith("model.path")]
+    assert main([*arguments, f"model.path={target}"]) == 0
+    edit_tensors(target, lambda tensors: tensors["model.norm.weight"].mul_(2))
+    assert main([*arguments, f"model.path={target}"]) == 2
+    assert "model weights: digest " in capsys.readouterr().err
 
 
 def test_without_a_drafter_it_decodes_plainly_and_says_so(
@@ -316,7 +318,7 @@ def test_scores_that_are_never_finite_are_an_engine_failure(
     arguments = [a for a in command(pair, data, out) if not a.startswith("model.path")]
     assert main([*arguments, f"model.path={broken}"]) == 4
     assert "not finite" in capsys.readouterr().err
-    assert len(table(out, "rejected")) == 8
+    assert not list(out.glob("*/*.parquet"))  # never a mass rejection
 
 
 def test_a_run_in_a_pipe_writes_plain_lines_and_the_summary(pair: Path, tmp_path: Path) -> None:
@@ -352,3 +354,6 @@ def test_sigterm_keeps_what_is_finished_and_exits_75(pair: Path, tmp_path: Path)
     rows = table(out, "completions")
     assert 20 <= len(rows) < 4000
     assert len({row["row_id"] for row in rows}) == len(rows)
+    said = process.stderr.read().decode() if process.stderr is not None else ""
+    assert "stopped by SIGTERM" in said
+    assert "the same command resumes" in said

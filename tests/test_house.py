@@ -19,7 +19,16 @@ ALLOWED: dict[str, set[str] | None] = {
     "ddbatch.config": {"omegaconf", "ddbatch.checks"},
     "ddbatch.models": {"ddbatch.core", "ddbatch_kernels", "torch", "safetensors"},
     "ddbatch.engine": {"ddbatch.core", "ddbatch.models", "ddbatch_kernels", "torch"},
-    "ddbatch.data": {"ddbatch.core", "datasets", "pyarrow", "tokenizers", "jinja2", "numpy"},
+    "ddbatch.data": {
+        "ddbatch.core",
+        "ddbatch.checks",
+        "datasets",
+        "huggingface_hub",
+        "pyarrow",
+        "tokenizers",
+        "jinja2",
+        "numpy",
+    },
     "ddbatch.jobs": None,
     "ddbatch.training": None,
     "ddbatch.__main__": {

@@ -1,7 +1,7 @@
 """Turn prompts into token ids, and token ids back into text: PromptEncoder.
 
-Knows the tokenizer's files, its special tokens and the choice of chat template. Knows nothing about
-input files, and of the model only its vocabulary size and the longest prompt it can take.
+Knows the choice of chat template and what a prompt of each kind becomes. Knows nothing about input
+files, and of the model only its vocabulary size and the longest prompt it can take.
 """
 
 from __future__ import annotations
@@ -10,41 +10,47 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from itertools import chain
 from pathlib import Path
 from typing import Literal
 
 import jinja2
-from tokenizers import Tokenizer, processors
+from tokenizers import Tokenizer
 
 from ddbatch.core import Prompt, Rejected
-from ddbatch.data.columns import Fault, has_surrogates
-from ddbatch.data.template import ChatTemplate, Message
+from ddbatch.data.columns import Columns, Fault, PromptKind, dump_json, has_surrogates
+from ddbatch.data.messages import Message
+from ddbatch.data.template import ChatTemplate
+from ddbatch.data.tokenizer import read_model_text
 
 OnLong = Literal["reject", "truncate_left"]
 
-_SPECIAL_TOKENS = (
-    "bos_token",
-    "eos_token",
-    "unk_token",
-    "sep_token",
-    "pad_token",
-    "cls_token",
-    "mask_token",
-)
 # Names that a render call sets itself.
 _RESERVED = ("messages", "tools", "add_generation_prompt")
+# Texts tokenised at a time: some for every core, and not too many of the library's bulky results.
+_BATCH_TEXTS = 128
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """The ids of a prompt. num_dropped: ids that truncate_left cut off at its head."""
+
+    token_ids: tuple[int, ...]
+    num_dropped: int = 0
 
 
 @dataclass(frozen=True)
 class PromptEncoder:
     """A tokenizer with its chat template. Build with from_folder.
 
-    template_option: data.template as given, for messages. bos_token: the text of the token, if the
-    tokenizer has one. eos_token_id: the tokenizer's own; a model may stop on others too.
+    template_text: the chat template as it was read. template_option: data.template as given, for
+    messages. bos_token: the text of the token, if the tokenizer has one. eos_token_id: the
+    tokenizer's own; a model may stop on others too.
     """
 
     tokenizer: Tokenizer
     template: ChatTemplate | None
+    template_text: str | None
     template_option: str
     system_prompt: str | None
     bos_token: str | None
@@ -56,15 +62,15 @@ class PromptEncoder:
         model_dir: Path,
         *,
         template: str = "auto",
+        template_date: datetime | None = None,
         chat_template_kwargs: dict[str, object] | None,
         system_prompt: str | None,
     ) -> PromptEncoder:
-        """Read a model folder; template is "auto" (the model's), "none" or a jinja file's path."""
-        tokenizer = _read_tokenizer(model_dir)
-        config = _read_object(model_dir, "tokenizer_config.json")
-        special = _special_tokens(model_dir, config)
-        _set_raw_text_tokens(model_dir, tokenizer, config, special)
-        source = _read_template(model_dir, config, template)
+        """Read a model folder; template is "auto" (the model's), "none" or a jinja file's path.
+
+        template_date: the moment that a template is told as now; None = this one.
+        """
+        text = read_model_text(model_dir, template)
         kwargs = chat_template_kwargs or {}
         for name in _RESERVED:
             if name in kwargs:
@@ -74,20 +80,29 @@ class PromptEncoder:
                 )
         unused = {"system_prompt": system_prompt, "chat_template_kwargs": kwargs or None}
         for option, value in unused.items():
-            if source is None and value is not None:
+            if text.template_text is None and value is not None:
                 raise ValueError(
                     f"data.{option}={value}: there is no chat template to use it "
                     f"(data.template={template}); allowed: null, or set a template"
                 )
-        variables = {**special, **kwargs}
+        compiled = None
+        if text.template_text is not None:
+            now = template_date or datetime.now()
+            variables = {**text.special, **kwargs}
+            compiled = _compile(model_dir, template, text.template_text, variables, now)
         return cls(
-            tokenizer=tokenizer,
-            template=None if source is None else _compile(model_dir, template, source, variables),
+            tokenizer=text.tokenizer,
+            template=compiled,
+            template_text=text.template_text,
             template_option=template,
             system_prompt=system_prompt,
-            bos_token=special.get("bos_token"),
-            eos_token_id=_token_id(model_dir, tokenizer, "eos_token", special),
+            bos_token=text.special.get("bos_token"),
+            eos_token_id=text.eos_token_id,
         )
+
+    def check_columns(self, columns: Columns) -> None:
+        """Refuse, before the first row is read, columns that the options do not go with."""
+        self._check(columns.kind, columns.tools_column is not None)
 
     def encode(
         self,
@@ -97,31 +112,56 @@ class PromptEncoder:
         max_prompt_len: int,
         on_long: OnLong,
         cut_to: int | None = None,
-    ) -> tuple[int, ...] | Rejected:
+    ) -> Encoded | Rejected:
         """The ids of one prompt. Of one above max_prompt_len truncate_left keeps the last cut_to
         (None = max_prompt_len) ids."""
-        cut_to = max_prompt_len if cut_to is None else cut_to
-        assert 0 < cut_to <= max_prompt_len, f"cut_to={cut_to}, max_prompt_len={max_prompt_len}"
-        ids = self._ids(prompt)
-        if not isinstance(ids, Fault):
-            ids = _checked(ids, vocab_size, max_prompt_len, cut_to, on_long)
-        if isinstance(ids, Fault):
-            return Rejected(prompt.key, ids.code, ids.reason, prompt.user_id, prompt.raw_json)
-        return ids
+        (encoded,) = self.encode_many(
+            [prompt],
+            vocab_size=vocab_size,
+            max_prompt_len=max_prompt_len,
+            on_long=on_long,
+            cut_to=None if cut_to is None else [cut_to],
+        )
+        return encoded
+
+    def encode_many(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        vocab_size: int,
+        max_prompt_len: int,
+        on_long: OnLong,
+        cut_to: Sequence[int] | None = None,
+    ) -> list[Encoded | Rejected]:
+        """What encode makes of each prompt, tokenised on all cores; cut_to: one a prompt."""
+        cut_to = [max_prompt_len] * len(prompts) if cut_to is None else cut_to
+        assert all(0 < cut <= max_prompt_len for cut in cut_to), f"{cut_to} of {max_prompt_len}"
+        found: list[Encoded | Rejected] = []
+        for prompt, ids, cut in zip(prompts, self._ids(prompts), cut_to, strict=True):
+            result: Encoded | Fault
+            if isinstance(ids, Fault):
+                result = ids
+            else:
+                result = _fault_of_stop_ids(prompt, vocab_size) or _checked(
+                    ids, vocab_size, max_prompt_len, cut, on_long
+                )
+            if isinstance(result, Fault):
+                code, reason = result
+                found.append(Rejected(prompt.key, code, reason, prompt.user_id, prompt.raw_json))
+            else:
+                found.append(result)
+        return found
 
     def render(self, prompt: Prompt) -> str | Fault:
         """The text that a prompt of text or messages becomes, template included."""
-        if prompt.messages_json is None:
+        kind: PromptKind = "text" if prompt.messages_json is None else "messages"
+        self._check(kind, prompt.tools_json is not None)
+        if self.template is None:
             assert prompt.text is not None, f"{prompt.key}: a prompt without text or messages"
-            if self.template is None:
-                return prompt.text
-        elif self.template is None:
-            raise ValueError(
-                f"data.template={self.template_option}: the input has messages and there is "
-                "no chat template; allowed: a template file, or auto where the model has one"
-            )
+            return prompt.text
         tools = None if prompt.tools_json is None else json.loads(prompt.tools_json)
-        return self.template.render(self.conversation(prompt), tools)
+        messages = self.conversation(prompt)
+        return self.template.render(messages, tools, is_continued=prompt.is_continued)
 
     def conversation(self, prompt: Prompt) -> list[Message]:
         """The messages that the model sees: a text is one user turn, data.system_prompt comes
@@ -136,164 +176,95 @@ class PromptEncoder:
             messages = [{"role": "system", "content": self.system_prompt}, *messages]
         return messages
 
+    def conversation_json(self, prompt: Prompt) -> str | None:
+        """The messages that the model sees as JSON; a prompt of token ids has none."""
+        return None if prompt.token_ids is not None else dump_json(self.conversation(prompt))
+
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """The text of token ids; bytes that are no whole character become U+FFFD."""
         text = self.tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         assert isinstance(text, str)
         return text
 
-    def _ids(self, prompt: Prompt) -> tuple[int, ...] | Fault:
-        if prompt.token_ids is not None:
-            if self.system_prompt is not None:
+    def _check(self, kind: PromptKind, has_tools: bool) -> None:
+        """Refuse a kind of prompt that the options do not go with."""
+        if kind == "token_ids" and self.system_prompt is not None:
+            raise ValueError(
+                f"data.system_prompt={self.system_prompt}: a prompt of token ids is taken as it "
+                "is; allowed: null"
+            )
+        needs = {"messages": kind == "messages", "tools (data.tools_column)": has_tools}
+        for what, is_needed in needs.items():
+            if is_needed and self.template is None:
                 raise ValueError(
-                    f"data.system_prompt={self.system_prompt}: a prompt of token ids is taken as "
-                    "it is; allowed: null"
+                    f"data.template={self.template_option}: the input has {what} and there is no "
+                    "chat template; allowed: a template file, or auto where the model has one"
                 )
+
+    def _ids(self, prompts: Sequence[Prompt]) -> list[tuple[int, ...] | Fault]:
+        """Ids of every prompt, before they are checked."""
+        parts = [self._ids_or_text(prompt) for prompt in prompts]
+        texts = [part for part in parts if isinstance(part, str)]
+        batches = (
+            self._tokenise(texts[first : first + _BATCH_TEXTS])
+            for first in range(0, len(texts), _BATCH_TEXTS)
+        )
+        ids = chain.from_iterable(batches)
+        return [next(ids) if isinstance(part, str) else part for part in parts]
+
+    def _ids_or_text(self, prompt: Prompt) -> tuple[int, ...] | str | Fault:
+        if prompt.token_ids is not None:
+            self._check("token_ids", prompt.tools_json is not None)
             return prompt.token_ids
         text = self.render(prompt)
-        if isinstance(text, Fault):
-            return text
-        if has_surrogates(text):
+        if isinstance(text, str) and has_surrogates(text):
             return Fault("bad_text", "the prompt holds a lone surrogate")
-        # A template writes its own BOS; raw text gets the tokenizer's, unless it starts with one.
-        has_template = self.template is not None
-        ids = tuple(self.tokenizer.encode(text, add_special_tokens=not has_template).ids)
-        if not has_template and self.bos_token and text.startswith(self.bos_token):
-            ids = ids[1:] if ids[:1] == ids[1:2] else ids
-        return ids
+        return text
+
+    def _tokenise(self, texts: Sequence[str]) -> list[tuple[int, ...]]:
+        """Ids with one BOS: a template writes its own, raw text that has none gets one."""
+        is_raw = self.template is None
+        found = []
+        encodings = self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=is_raw)
+        for text, encoding in zip(texts, encodings, strict=True):
+            ids = tuple(encoding.ids)
+            if is_raw and self.bos_token and text.startswith(self.bos_token):
+                ids = ids[1:] if ids[:1] == ids[1:2] else ids
+            found.append(ids)
+        return found
+
+
+def _fault_of_stop_ids(prompt: Prompt, vocab_size: int) -> Fault | None:
+    """A row's own stop token must be one that the model can emit."""
+    for token_id in prompt.sampling.stop_token_ids or ():
+        if token_id >= vocab_size:
+            reason = f"stop_token_ids: {token_id} is outside 0..{vocab_size - 1}"
+            return Fault("bad_sampling", reason)
+    return None
 
 
 def _checked(
     ids: tuple[int, ...], vocab_size: int, max_prompt_len: int, cut_to: int, on_long: OnLong
-) -> tuple[int, ...] | Fault:
+) -> Encoded | Fault:
     """The ids when the model can take them."""
     if not ids:
         return Fault("empty_prompt", "the prompt has no tokens")
-    for position, token_id in enumerate(ids):
-        if not 0 <= token_id < vocab_size:
-            where = f"token {token_id} at position {position}"
-            return Fault("token_out_of_range", f"{where} is outside 0..{vocab_size - 1}")
+    if min(ids) < 0 or max(ids) >= vocab_size:
+        position = next(at for at, token_id in enumerate(ids) if not 0 <= token_id < vocab_size)
+        where = f"token {ids[position]} at position {position}"
+        return Fault("token_out_of_range", f"{where} is outside 0..{vocab_size - 1}")
     if len(ids) <= max_prompt_len:
-        return ids
+        return Encoded(ids)
     if on_long == "reject":
         return Fault("prompt_too_long", f"{len(ids)} tokens, the limit is {max_prompt_len}")
-    return ids[-cut_to:]
-
-
-def _bad_file(file: Path, problem: str) -> ValueError:
-    return ValueError(
-        f"model.path={file.parent}: {file.name} {problem}; "
-        "allowed: a model folder with a tokenizer.json"
-    )
-
-
-def _read_tokenizer(model_dir: Path) -> Tokenizer:
-    file = model_dir / "tokenizer.json"
-    if not file.is_file():
-        raise _bad_file(file, "is missing")
-    try:
-        tokenizer = Tokenizer.from_file(str(file))
-    except Exception as error:  # the library raises no narrower class
-        raise _bad_file(file, f"cannot be read ({error})") from error
-    # Both would change ids silently: lengths are our matter.
-    tokenizer.no_padding()
-    tokenizer.no_truncation()
-    return tokenizer
-
-
-def _read_object(model_dir: Path, name: str) -> dict[str, object]:
-    """A JSON object of the model folder; an absent file says nothing."""
-    file = model_dir / name
-    if not file.is_file():
-        return {}
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise _bad_file(file, f"cannot be read ({error})") from error
-    if not isinstance(content, dict):
-        raise _bad_file(file, "is no JSON object")
-    return content
-
-
-def _special_tokens(model_dir: Path, config: Mapping[str, object]) -> dict[str, str]:
-    """The named special tokens as text, from a string or an AddedToken object."""
-    older = _read_object(model_dir, "special_tokens_map.json")
-    found: dict[str, str] = {}
-    for name in _SPECIAL_TOKENS:
-        value = config.get(name, older.get(name))
-        if isinstance(value, dict):
-            value = value.get("content")
-        if isinstance(value, str):
-            found[name] = value
-    return found
-
-
-def _token_id(
-    model_dir: Path, tokenizer: Tokenizer, name: str, special: Mapping[str, str]
-) -> int | None:
-    """The id of a named special token; one that the vocabulary lacks is a broken folder."""
-    if name not in special:
-        return None
-    token_id = tokenizer.token_to_id(special[name])
-    if token_id is None:
-        file = model_dir / "tokenizer_config.json"
-        raise _bad_file(file, f"names {name} {special[name]!r}, which tokenizer.json lacks")
-    return int(token_id)
-
-
-def _set_raw_text_tokens(
-    model_dir: Path, tokenizer: Tokenizer, config: Mapping[str, object], special: Mapping[str, str]
-) -> None:
-    """Let add_bos_token and add_eos_token, where given, rule over what tokenizer.json adds."""
-    wanted = {name: config.get(f"add_{name}") for name in ("bos_token", "eos_token")}
-    if not any(isinstance(flag, bool) for flag in wanted.values()):
-        return
-    ids = {name: _token_id(model_dir, tokenizer, name, special) for name in wanted if wanted[name]}
-    bos, eos = (
-        [special[name]] if ids.get(name) is not None else [] for name in ("bos_token", "eos_token")
-    )
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single=[*bos, "$A", *eos],
-        special_tokens=[(special[name], ids[name]) for name in ids if ids[name] is not None],
-    )
-
-
-def _read_template(model_dir: Path, config: Mapping[str, object], template: str) -> str | None:
-    """The text of the chosen template; None where there is none."""
-    if template == "none":
-        return None
-    if template != "auto":
-        return _read_text("data.template", template, Path(template))
-    file = model_dir / "chat_template.jinja"
-    if file.is_file():
-        return _read_text("model.path", str(model_dir), file)
-    source = config.get("chat_template")
-    if isinstance(source, list):
-        by_name = {entry.get("name"): entry.get("template") for entry in source}
-        source = by_name.get("default")
-        if source is None:
-            raise ValueError(
-                f"data.template='auto': the model has the templates {sorted(map(str, by_name))} "
-                "and no default; allowed: a template file"
-            )
-    return source if isinstance(source, str) else None
-
-
-def _read_text(option: str, value: str, file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(
-            f"{option}={value}: {file.name} cannot be read ({error}); "
-            "allowed for data.template: auto, none or a jinja file"
-        ) from error
+    return Encoded(ids[-cut_to:], num_dropped=len(ids) - cut_to)
 
 
 def _compile(
-    model_dir: Path, template: str, source: str, variables: Mapping[str, object]
+    model_dir: Path, template: str, source: str, variables: Mapping[str, object], now: datetime
 ) -> ChatTemplate:
     try:
-        return ChatTemplate(source, variables=variables, now=datetime.now())
+        return ChatTemplate(source, variables=variables, now=now)
     except jinja2.TemplateError as error:
         origin = f"model.path={model_dir}, " if template == "auto" else ""
         raise ValueError(

@@ -10,19 +10,19 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ddbatch.core import Completion, Prompt, Rejected
-from ddbatch.data.columns import dump_json, escape_surrogates
+from ddbatch.data.columns import KeptColumn, dump_json, escape_surrogates
 
 SCHEMA_VERSION = 1
 STORED = ("prompt_ids", "acceptance")
 
-_KEY = (("row_id", pa.int64()), ("turn", pa.int16()), ("sample", pa.int16()))
-_MESSAGE = pa.struct([("role", pa.string()), ("content", pa.string())])
+KEY_FIELDS = (("row_id", pa.int64()), ("turn", pa.int16()), ("sample", pa.int16()))
+# What tool use adds to a message; tool_calls as JSON, since arguments have no common type.
+_TOOL_FIELDS = ("name", "tool_calls", "tool_call_id")
 _DRAFTED = pa.struct([("rounds", pa.int32()), ("drafted", pa.int32())])
 # Column paths whose values repeat; text, ids and scores would only fill a dictionary to no use.
 _REPEATING = (
@@ -44,28 +44,26 @@ _REPEATING = (
 _GROUP_ROWS = 50_000
 _GROUP_BYTES = 64 << 20
 
+# How the schema marks the kept input columns.
+_KEPT, _KEPT_AS_JSON = {"ddbatch": "kept"}, {"ddbatch": "kept, JSON"}
+
 TableRow = Mapping[str, object]
-
-
-class Turn(NamedTuple):
-    """One message of the completions table."""
-
-    role: str
-    content: str | None
 
 
 @dataclass(frozen=True)
 class FinishedRow:
     """All that one output row is made from.
 
-    conversation_json: the messages that the model saw, a JSON list; None for token ids. text: the
-    completion as text. stop_reason: the matched stop string or id as text, or "context".
-    max_new_tokens: the cap in force for the row. seed: the run's seed.
+    conversation_json: the messages that the model saw, a JSON list; None for token ids.
+    num_dropped: prompt tokens cut off by data.on_long=truncate_left. text: the completion as text.
+    stop_reason: the matched stop string or id as text, or "context". max_new_tokens: the cap in
+    force for the row. seed: the seed in force.
     """
 
     prompt: Prompt
     conversation_json: str | None
     prompt_token_ids: tuple[int, ...]
+    num_dropped: int
     completion: Completion
     text: str
     stop_reason: str | None
@@ -73,19 +71,27 @@ class FinishedRow:
     seed: int
 
 
-def completions_schema(*, keep_columns: Sequence[str], store: Collection[str]) -> pa.Schema:
-    """Content columns, then observed ones, then the kept input columns as JSON strings."""
+def completions_schema(
+    *, keep: Sequence[KeptColumn], store: Collection[str], has_tools: bool
+) -> pa.Schema:
+    """Content columns, then observed ones, then the kept input columns.
+
+    Kept columns have their own type, or are JSON strings where the field's metadata says so.
+    has_tools: messages carry what tool use adds.
+    """
     for name in store:
         if name not in STORED:
             raise ValueError(f"output.store={list(store)}: allowed members: {', '.join(STORED)}")
-    fields = [
-        *_KEY,
+    message = ("role", "content", *(_TOOL_FIELDS if has_tools else ()))
+    fields: list[tuple[str, pa.DataType]] = [
+        *KEY_FIELDS,
         ("id", pa.string()),
-        ("messages", pa.list_(_MESSAGE)),
+        ("messages", pa.list_(pa.struct([(name, pa.string()) for name in message]))),
         ("completion", pa.string()),
         *([("prompt_token_ids", pa.list_(pa.int32()))] if "prompt_ids" in store else []),
         ("output_token_ids", pa.list_(pa.int32())),
         ("prompt_tokens", pa.int32()),
+        ("dropped_prompt_tokens", pa.int32()),
         ("output_tokens", pa.int32()),
         ("finish_reason", pa.string()),
         ("stop_reason", pa.string()),
@@ -101,19 +107,32 @@ def completions_schema(*, keep_columns: Sequence[str], store: Collection[str]) -
         ("slot", pa.int32()),
     ]
     own = [name for name, _ in fields]
-    for position, name in enumerate(keep_columns):
-        if name in own or name in keep_columns[:position]:
+    kept: list[pa.Field] = []
+    for column in keep:
+        if column.name in [*own, *(field.name for field in kept)]:
             raise ValueError(
-                f"data.keep_columns={list(keep_columns)}: {name!r} is a column of the output "
-                f"already; allowed: any name once, except {', '.join(own)}"
+                f"data.keep_columns={[item.name for item in keep]}: {column.name!r} is a column of "
+                f"the output already; allowed: any name once, except {', '.join(own)}"
             )
-    return _schema("completions", [*fields, *((name, pa.string()) for name in keep_columns)])
+        mark = _KEPT_AS_JSON if column.is_json else _KEPT
+        kept.append(pa.field(column.name, column.type, metadata=mark))
+    return _schema("completions", [*(pa.field(*item) for item in fields), *kept])
+
+
+def kept_columns(schema: pa.Schema) -> tuple[KeptColumn, ...]:
+    """The kept input columns of a completions schema."""
+    marks = [(field, (field.metadata or {}).get(b"ddbatch", b"").decode()) for field in schema]
+    return tuple(
+        KeptColumn(field.name, field.type, mark == _KEPT_AS_JSON["ddbatch"])
+        for field, mark in marks
+        if mark
+    )
 
 
 def acceptance_schema() -> pa.Schema:
     """Per round: drafted tokens accepted (bonus excluded), and the deepest node offered."""
     fields = [
-        *_KEY,
+        *KEY_FIELDS,
         ("accepted", pa.list_(pa.uint8())),
         ("drafted", pa.list_(_DRAFTED)),
         ("depth", pa.list_(pa.uint8())),
@@ -125,10 +144,12 @@ def acceptance_schema() -> pa.Schema:
 def rejected_schema() -> pa.Schema:
     """The rows that could not run, with the row as it was read."""
     names = ("id", "raw_json", "code", "reason")
-    return _schema("rejected", [*_KEY, *((name, pa.string()) for name in names)])
+    return _schema("rejected", [*KEY_FIELDS, *((name, pa.string()) for name in names)])
 
 
-def _schema(table: str, fields: Sequence[tuple[str, pa.DataType]]) -> pa.Schema:
+def _schema(
+    table: str, fields: Sequence[pa.Field] | Sequence[tuple[str, pa.DataType]]
+) -> pa.Schema:
     about = json.dumps({"schema_version": SCHEMA_VERSION, "table": table})
     return pa.schema(fields, metadata={"ddbatch": about})
 
@@ -138,15 +159,16 @@ def completions_row(row: FinishedRow, schema: pa.Schema) -> TableRow:
     done = row.completion
     _check(row)
     output_tokens, rounds = len(done.token_ids), len(done.accepted)
-    kept = {} if row.prompt.kept_json is None else json.loads(row.prompt.kept_json)
+    kept_names = schema.names[len(schema.names) - len(row.prompt.kept) :]
     values: dict[str, object] = {
         **done.key._asdict(),
         "id": row.prompt.user_id,
-        "messages": _messages(row.conversation_json, row.text),
+        "messages": _messages(row, schema.field("messages").type.value_type),
         "completion": row.text,
         "prompt_token_ids": list(row.prompt_token_ids),
         "output_token_ids": list(done.token_ids),
         "prompt_tokens": len(row.prompt_token_ids),
+        "dropped_prompt_tokens": row.num_dropped,
         "output_tokens": output_tokens,
         "finish_reason": done.finish_reason,
         "stop_reason": row.stop_reason,
@@ -161,7 +183,7 @@ def completions_row(row: FinishedRow, schema: pa.Schema) -> TableRow:
         "mean_acceptance_length": (output_tokens - 1) / rounds if rounds else None,
         "seconds": done.seconds,
         "slot": done.slot,
-        **{name: None if value is None else dump_json(value) for name, value in kept.items()},
+        **dict(zip(kept_names, row.prompt.kept, strict=True)),
     }
     return {name: values[name] for name in schema.names}
 
@@ -211,15 +233,24 @@ def _check(row: FinishedRow) -> None:
     )
 
 
-def _messages(conversation_json: str | None, text: str) -> list[dict[str, str | None]] | None:
-    """The conversation with its new turn, by role and text; a prompt of token ids has none."""
-    if conversation_json is None:
+def _messages(row: FinishedRow, message: pa.StructType) -> list[dict[str, str | None]] | None:
+    """The conversation with its new turn; a prompt of token ids has none."""
+    if row.conversation_json is None:
         return None
-    turns = [
-        Turn(message["role"], _text(message.get("content")))
-        for message in json.loads(conversation_json)
-    ]
-    return [turn._asdict() for turn in (*turns, Turn("assistant", text))]
+    names = [message.field(at).name for at in range(message.num_fields)]
+    turns = json.loads(row.conversation_json)
+    said = row.text
+    if row.prompt.is_continued:
+        said = (_text(turns.pop().get("content")) or "") + said
+    turns.append({"role": "assistant", "content": said})
+    return [{name: _message_field(turn.get(name)) for name in names} for turn in turns]
+
+
+def _message_field(value: object) -> str | None:
+    """A field of a message as one string; what is no text (tool calls) as JSON."""
+    if isinstance(value, list) and all(isinstance(part, dict) and "text" in part for part in value):
+        return _text(value)
+    return value if value is None or isinstance(value, str) else dump_json(value)
 
 
 def _text(content: str | Sequence[Mapping[str, str]] | None) -> str | None:

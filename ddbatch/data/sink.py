@@ -1,241 +1,251 @@
-"""Write a run's folder: finished and rejected rows in, Parquet parts out, never half a file.
+"""Open parts: finished and rejected rows in, committed Parquet parts out, never half a file.
 
-Knows the folder's layout and how a file becomes visible. Knows nothing about prompts being made or
-decoded; columns are told by schema.py.
+Knows when a part is full and how its files are written and committed. Knows nothing about prompts
+being made or decoded; columns are told by schema.py, the protocol by commits.py.
 """
 
 from __future__ import annotations
 
-import errno
-import json
-import os
-import uuid
-from collections.abc import Collection, Sequence
+import hashlib
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ddbatch.core import Key, Rejected, RunError
+from ddbatch.data.commits import (
+    PartCounts,
+    PartFile,
+    Record,
+    blocks_of,
+    commit,
+    discard,
+    roll_forward,
+)
+from ddbatch.data.folder import RunFolder, sync
 from ddbatch.data.schema import (
     FinishedRow,
     TableRow,
     acceptance_row,
-    acceptance_schema,
     completions_row,
-    completions_schema,
     rejected_row,
-    rejected_schema,
     write_table,
 )
 
-_CARD = """---
-configs:
-{configs}
----
+# A part is closed before its rows need much more memory than this.
+PART_BYTES = 256 << 20
+_BLOCK_BYTES = 1 << 20
 
-# Completions
 
-Generated offline by ddbatch. `load_dataset(<this folder>)` reads the completions; the other tables
-are configs of their own. `manifest.json` tells how they were made.
+@dataclass
+class _Part:
+    """The open part of a shard. opened: clock time of its first row."""
 
-{tables}
+    number: int
+    rows: dict[str, dict[Key, TableRow]]
+    opened: float = 0.0
+    num_bytes: int = 0
+    totals: Counter[str] = field(default_factory=Counter)
+    rejected: Counter[str] = field(default_factory=Counter)
 
-`row_id` (the row's place in the input, from 0), `turn` and `sample` identify a row in every table.
-Rows are sorted by that key inside a file; files are in the order in which rows finished.
-"""
+    @property
+    def num_rows(self) -> int:
+        """Completions and rejected rows in it."""
+        return len(self.rows["completions"]) + len(self.rows["rejected"])
 
-_ADVICE = "choose another output_dir"
-_TAKEN = f"already holds a run; resume is not built yet, {_ADVICE}"
-_LINK_REFUSED = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
-
-_ABOUT = {
-    "completions": "one row per finished prompt: the conversation, the completion and its ids",
-    "acceptance": "the same rows: drafted tokens accepted in each round",
-    "rejected": "input rows that could not run, each with a code and the reason",
-}
+    @property
+    def keys(self) -> list[Key]:
+        """Keys of the completions and the rejected rows in it."""
+        return [*self.rows["completions"], *self.rows["rejected"]]
 
 
 class Sink:
-    """A run's output folder. Made: it is checked. Entered with `with`: it is created and open.
+    """The open parts of one worker, by shard.
 
-    Rows are kept until part_rows of them make a part. Leaving the `with` block writes the rest,
-    also when an exception is on its way: what is finished is not lost.
+    A part is closed when it holds part_rows rows or PART_BYTES, is part_seconds old, or its shard
+    ends. clock: seconds that only move forward.
     """
 
     def __init__(
         self,
-        output_dir: Path,
+        folder: RunFolder,
+        attempt: str,
+        schemas: Mapping[str, pa.Schema],
         *,
-        keep_columns: Sequence[str],
-        store: Collection[str],
         part_rows: int,
-        manifest: str,
+        part_seconds: float,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """A new run there, refused where one is; manifest is the JSON text of manifest.json."""
-        if part_rows < 1:
-            raise ValueError(f"output.part_rows={part_rows}: allowed: a positive number of rows")
-        assert isinstance(json.loads(manifest), dict), "the manifest is no JSON object"
-        schemas = {"completions": completions_schema(keep_columns=keep_columns, store=store)}
-        if "acceptance" in store:
-            schemas["acceptance"] = acceptance_schema()
-        schemas["rejected"] = rejected_schema()
-        self._output_dir = output_dir
-        self._schemas: dict[str, pa.Schema] = schemas
-        self._part_rows = part_rows
-        self._part = 0
-        self._is_open = True
-        self._rows: dict[str, dict[Key, TableRow]] = {table: {} for table in schemas}
-        # A name of its own, so that two starts at once do not write into each other's files.
-        self._tmp = output_dir / ".ddbatch" / "tmp" / uuid.uuid4().hex
-        self._manifest = manifest
-        self._refuse_taken()
+        self._folder, self._attempt, self._schemas = folder, attempt, schemas
+        self._part_rows, self._part_seconds, self._clock = part_rows, part_seconds, clock
+        self._parts: dict[int, _Part] = {}
 
-    def __enter__(self) -> Sink:
-        self._start()
-        return self
+    def open_shard(self, shard: int, next_number: int) -> None:
+        """Take rows of a shard whose records 0..next_number - 1 have been read."""
+        assert shard not in self._parts, shard
+        self._parts[shard] = self._new_part(next_number)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
+    def add(self, shard: int, rows: Sequence[FinishedRow | Rejected]) -> None:
+        """Take rows that belong together: they come into one part."""
+        part = self._parts[shard]
+        if not part.num_rows:
+            part.opened = self._clock()
+        for row in rows:
+            if isinstance(row, Rejected):
+                self._put(part, "rejected", row.key, rejected_row(row))
+                part.rejected[row.code] += 1
+                part.num_bytes += len(row.raw_json)
+                continue
+            key = row.completion.key
+            self._put(part, "completions", key, completions_row(row, self._schemas["completions"]))
+            if "acceptance" in self._schemas:
+                self._put(part, "acceptance", key, acceptance_row(row))
+            part.totals.update(_counts_of(row))
+            part.num_bytes += _size_of(row)
 
-    def write(self, row: FinishedRow) -> None:
-        """Take a finished row; it is on disk once its part is written."""
-        key = row.completion.key
-        self._add("completions", key, completions_row(row, self._schemas["completions"]))
-        if "acceptance" in self._schemas:
-            self._add("acceptance", key, acceptance_row(row))
-        self._write_full_part()
+    def due(self) -> list[int]:
+        """Shards whose open part is full or old."""
+        return [shard for shard in self._parts if self.is_due(shard)]
 
-    def reject(self, row: Rejected) -> None:
-        """Take a row that could not run."""
-        self._add("rejected", row.key, rejected_row(row))
-        self._write_full_part()
+    def is_due(self, shard: int) -> bool:
+        """Whether a shard's open part is full or old."""
+        part = self._parts[shard]
+        return part.num_rows > 0 and (
+            part.num_rows >= self._part_rows
+            or part.num_bytes >= PART_BYTES
+            or self._clock() - part.opened >= self._part_seconds
+        )
 
-    def close(self) -> None:
-        """Write what is left as a last part; a second call does nothing."""
-        if self._is_open:
-            self._is_open = False
-            self._write_part()
-            # Files of a part that failed stay for whoever looks into it.
-            if not any(self._tmp.iterdir()):
-                self._tmp.rmdir()
+    def open_shards(self) -> list[int]:
+        """Shards that rows are taken for."""
+        return list(self._parts)
 
-    def _add(self, table: str, key: Key, row: TableRow) -> None:
-        assert self._is_open, f"{key} came after close"
-        assert key not in self._rows[table], f"{key} came twice"
-        self._rows[table][key] = row
+    def has_rows(self, shard: int) -> bool:
+        """Whether a shard's open part has rows."""
+        return self._parts[shard].num_rows > 0
 
-    def _write_full_part(self) -> None:
-        if max(len(rows) for rows in self._rows.values()) >= self._part_rows:
-            self._write_part()
+    def commit_part(self, shard: int) -> Record | None:
+        """Commit a shard's open part, which has rows, and begin the next.
 
-    def _write_part(self) -> None:
-        """Write the part's files, check them, then make them visible: completions last."""
-        # Taken out first: a part that fails is not tried again under other circumstances.
-        part, taken = self._part, self._rows
-        self._part, self._rows = part + 1, {table: {} for table in self._schemas}
-        name = f"shard-00000-part-{part:06d}.parquet"
-        tables = [table for table in reversed(list(taken)) if taken[table]]
+        None if another worker was first with this number: then the part is thrown away and the
+        shard is given up (it is in open_shards() no more).
+        """
+        part = self._parts[shard]
+        assert part.num_rows, shard
         try:
-            for table in tables:
-                rows = [taken[table][key] for key in sorted(taken[table])]
-                _write_checked(rows, self._schemas[table], self._tmp / f"{table}-{name}")
-            _sync(self._tmp)
-            for table in tables:
-                _publish(self._tmp / f"{table}-{name}", self._output_dir / table / name)
+            record = self._write(shard, part)
+            is_ours = record is not None and commit(self._folder, record)
+            if record is not None and is_ours:
+                roll_forward(self._folder, record)
+                self._parts[shard] = self._new_part(part.number + 1)
+                return record
+            if record is not None:
+                discard(self._folder, record)
         except OSError as error:
             raise RunError(
-                f"output_dir={self._output_dir}: {name} cannot be written: {error}; "
-                "parts before it are whole"
+                f"output_dir={self._folder.place}: part {part.number} of shard {shard} cannot be "
+                f"written: {error}; parts before it are whole, and the same command goes on from "
+                "them once this is mended"
             ) from error
+        del self._parts[shard]
+        return None
 
-    def _refuse_taken(self) -> None:
-        """ValueError where the folder is no place for a new run; nothing is made."""
-        place = self._output_dir
-        refused = f"output_dir={place}"
-        if place.exists() and not place.is_dir():
-            raise ValueError(f"{refused} is no folder; {_ADVICE}")
-        base = next(folder for folder in (place, *place.absolute().parents) if folder.exists())
-        if not base.is_dir() or not os.access(base, os.W_OK | os.X_OK):
-            raise ValueError(f"{refused}: {base} is no folder that can be written to; {_ADVICE}")
-        held = [place / table for table in _ABOUT if (place / table).exists()]
-        if (place / "manifest.json").exists() or any(any(folder.iterdir()) for folder in held):
-            raise ValueError(f"{refused} {_TAKEN}")
-        # Our own card without a manifest is a start that was cut off: it may go on.
-        readme = place / "README.md"
-        if readme.exists() and readme.read_bytes() != self._card().encode():
-            raise ValueError(f"{refused} holds a README.md of something else; {_ADVICE}")
-        own = {*_ABOUT, "README.md", "manifest.json", ".ddbatch"}
-        if place.exists():
-            foreign = sorted(file.name for file in place.iterdir() if file.name not in own)
-            if foreign:
-                raise ValueError(
-                    f"{refused} holds {foreign[0]}, which is no part of a run; {_ADVICE}"
-                )
+    def drop(self, shard: int) -> None:
+        """Take no more rows of a shard; its open part has none."""
+        assert not self._parts[shard].num_rows, shard
+        del self._parts[shard]
 
-    def _start(self) -> None:
-        """Make the folders, the card and, last, the manifest, which makes the folder a run."""
-        place = self._output_dir
+    def _new_part(self, number: int) -> _Part:
+        # "rejected" last: the others are looked at first by people.
+        return _Part(number, {table: {} for table in self._schemas})
+
+    def _put(self, part: _Part, table: str, key: Key, row: TableRow) -> None:
+        assert key not in part.rows[table], f"{key} came twice"
+        part.rows[table][key] = row
+
+    def _write(self, shard: int, part: _Part) -> Record | None:
+        """The part's files, whole and on the disk under tmp names; None if that folder vanished.
+
+        A worker that sees the run complete sweeps the tmp folders of all others; who still writes
+        then has lost anyway.
+        """
+        tmp = self._folder.tmp(self._attempt)
+        tmp.mkdir(parents=True, exist_ok=True)
+        files: list[PartFile] = []
         try:
-            for folder in (self._tmp, *(place / table for table in self._schemas)):
-                folder.mkdir(parents=True, exist_ok=True)
-            if not (place / "README.md").exists():
-                self._publish_text(self._card(), place / "README.md")
-            self._publish_text(self._manifest, place / "manifest.json")
-        except FileExistsError as error:
-            raise ValueError(f"output_dir={place} {_TAKEN}") from error
-        except OSError as error:
-            if error.errno not in _LINK_REFUSED:
-                raise ValueError(
-                    f"output_dir={place} cannot be made: {error}; {_ADVICE}"
-                ) from error
-            raise ValueError(
-                f"output_dir={place}: its file system has no hard links, which keep a file from "
-                f"being overwritten; {_ADVICE}"
-            ) from error
-
-    def _publish_text(self, text: str, final: Path) -> None:
-        tmp = self._tmp / final.name
-        tmp.write_text(text, encoding="utf-8")
-        _sync(tmp)
-        _publish(tmp, final)
-
-    def _card(self) -> str:
-        # Without named configs a folder of several tables and JSON files does not load.
-        configs = (
-            f"- config_name: {'default' if table == 'completions' else table}\n"
-            f"  data_files: {table}/*.parquet"
-            for table in self._schemas
+            for table, rows in part.rows.items():
+                if rows:
+                    final = self._folder.part(table, shard, part.number)
+                    file = tmp / f"{table}-{final.name}"
+                    ordered = [rows[key] for key in sorted(rows)]
+                    files.append(self._write_file(table, ordered, file, final))
+            sync(tmp)
+        except FileNotFoundError:
+            return None
+        except BaseException:
+            # A full disk must not stay full of what will never be committed.
+            for leftover in tmp.glob(f"*-shard-{shard:05d}-part-{part.number:06d}.parquet"):
+                leftover.unlink(missing_ok=True)
+            raise
+        totals = part.totals
+        return Record(
+            shard=shard,
+            number=part.number,
+            attempt=self._attempt,
+            files=tuple(files),
+            keys=blocks_of(part.keys),
+            counts=PartCounts(
+                completions=len(part.rows["completions"]),
+                rejected=dict(part.rejected),
+                prompt_tokens=totals["prompt_tokens"],
+                output_tokens=totals["output_tokens"],
+                rounds=totals["rounds"],
+                accepted_tokens=totals["accepted_tokens"],
+                truncated=totals["truncated"],
+            ),
+            closed_at=time.time(),
+            seconds=self._clock() - part.opened,
         )
-        tables = (f"- `{table}`: {_ABOUT[table]}" for table in self._schemas)
-        return _CARD.format(configs="\n".join(configs), tables="\n".join(tables))
+
+    def _write_file(
+        self, table: str, rows: Sequence[TableRow], file: Path, final: Path
+    ) -> PartFile:
+        write_table(rows, self._schemas[table], file)
+        sync(file)
+        with pq.ParquetFile(file) as written:
+            if written.metadata.num_rows != len(rows):
+                raise OSError(f"{file.name}: {written.metadata.num_rows} of {len(rows)} rows")
+        digest = hashlib.sha256()
+        with file.open("rb") as content:
+            while block := content.read(_BLOCK_BYTES):
+                digest.update(block)
+        return PartFile(
+            table=table,
+            tmp=self._folder.relative(file),
+            final=self._folder.relative(final),
+            sha256=digest.hexdigest(),
+            size=file.stat().st_size,
+            rows=len(rows),
+        )
 
 
-def _write_checked(rows: Sequence[TableRow], schema: pa.Schema, file: Path) -> None:
-    write_table(rows, schema, file)
-    _sync(file)
-    with pq.ParquetFile(file) as written:
-        if written.metadata.num_rows != len(rows):
-            raise OSError(f"{file.name}: {written.metadata.num_rows} of {len(rows)} rows on disk")
+def _counts_of(row: FinishedRow) -> dict[str, int]:
+    done = row.completion
+    return {
+        "prompt_tokens": len(row.prompt_token_ids),
+        "output_tokens": len(done.token_ids),
+        "rounds": len(done.accepted),
+        "accepted_tokens": sum(done.accepted),
+        "truncated": int(done.finish_reason == "length"),
+    }
 
 
-def _publish(tmp: Path, final: Path) -> None:
-    """Give a whole file its final name; a link, unlike a rename, never replaces a file."""
-    os.link(tmp, final)
-    tmp.unlink()
-    _sync(final.parent)
-
-
-def _sync(path: Path) -> None:
-    """Have the disk keep a file's content, or a folder's names."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+def _size_of(row: FinishedRow) -> int:
+    """Bytes that a row takes, roughly: texts, and 32-bit ids."""
+    texts = len(row.conversation_json or "") + 2 * len(row.text)
+    kept = sum(len(value) for value in row.prompt.kept if isinstance(value, (str, bytes)))
+    return texts + kept + 4 * (len(row.prompt_token_ids) + len(row.completion.token_ids))

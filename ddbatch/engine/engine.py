@@ -27,7 +27,8 @@ KEY_STEP = 64
 
 @dataclass
 class EngineStats:
-    """Counters of a run. row_rounds: rounds x rows; live_row_rounds: those that emitted tokens."""
+    """Counters of a run. row_rounds: rounds x rows; live_row_rounds: those that emitted tokens;
+    output_tokens: of finished sequences and of those in flight."""
 
     rounds: int = 0
     row_rounds: int = 0
@@ -43,6 +44,7 @@ class _Seat:
     prompt: TokenPrompt
     pages: list[int]
     started: float
+    length: int  # committed tokens at the last poll
 
 
 class Engine:
@@ -85,7 +87,6 @@ class Engine:
         self._longest = 0  # no sequence in flight has more committed tokens
         self._waiting: TokenPrompt | None = None
 
-    @torch.inference_mode()
     def run(self, prompts: Iterator[TokenPrompt]) -> Iterator[Completion | Rejected]:
         """Decode all prompts; each becomes one Completion, or a Rejected with code nan_logits.
 
@@ -93,11 +94,17 @@ class Engine:
         """
         while True:
             self.fill(prompts)
-            if not self._seats:
+            if not self.is_busy:
                 return
             self.step()
             yield from self.collect()
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether a prompt is in flight or waits for pages."""
+        return bool(self._seats) or self._waiting is not None
+
+    @torch.inference_mode()
     def fill(self, prompts: Iterator[TokenPrompt]) -> None:
         """Reserve a slot and pages for as many prompts as fit, and prefill them."""
         placed: list[Placed] = []
@@ -118,13 +125,15 @@ class Engine:
             pages = [self._free_pages.popleft() for _ in range(num_pages)]
             row = torch.tensor(pages, device=self.state.page_table_SP.device)
             self.state.page_table_SP[slot, :num_pages] = row
-            self._seats[slot] = _Seat(prompt, pages, time.monotonic())
+            self._seats[slot] = _Seat(prompt, pages, time.monotonic(), len(prompt.token_ids))
             placed.append(Placed(slot, prompt))
             self._longest = max(self._longest, len(prompt.token_ids))
             self.stats.prompt_tokens += len(prompt.token_ids)
+            self.stats.output_tokens += 1  # the prompt's forward gives the first token
         if placed:
             load(self.target, self.drafter, self.state, placed, self.prefill_tokens)
 
+    @torch.inference_mode()
     def step(self) -> None:
         """Run one round over the rows."""
         rounded = -(-self._longest // KEY_STEP) * KEY_STEP
@@ -134,9 +143,14 @@ class Engine:
         self.stats.rounds += 1
         self.stats.row_rounds += self.plan.rows
 
+    @torch.inference_mode()
     def collect(self) -> Iterator[Completion | Rejected]:
         """Poll finish codes and lengths in one copy; hand out and free the finished slots."""
         codes, lengths = torch.stack((self.state.finish_S, self.state.length_S)).tolist()
+        for slot, seat in self._seats.items():
+            num_emitted, seat.length = lengths[slot] - seat.length, lengths[slot]
+            self.stats.output_tokens += num_emitted
+            self.stats.live_row_rounds += num_emitted > 0
         for slot in [slot for slot in self._seats if codes[slot] != Finish.LIVE]:
             yield self._take(slot, Finish(codes[slot]))
         self._longest = max((lengths[slot] for slot in self._seats), default=0)
@@ -145,8 +159,6 @@ class Engine:
         state, seat = self.state, self._seats.pop(slot)
         num_out, rounds = int(state.num_out_S[slot]), int(state.num_rounds_S[slot])
         token_ids = tuple(state.output_SO[slot, :num_out].tolist())
-        self.stats.live_row_rounds += rounds
-        self.stats.output_tokens += num_out
         self._free_slots.append(slot)
         self._free_pages.extend(seat.pages)
         # The finish code and length of a free slot must not be taken for a sequence's.

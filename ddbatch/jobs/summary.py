@@ -3,82 +3,99 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 
-from ddbatch.config import Config
 from ddbatch.core import ShapePlan
-from ddbatch.data.schema import FinishedRow
-from ddbatch.engine.engine import EngineStats
+from ddbatch.jobs.decoder import DecoderFigures
+from ddbatch.jobs.progress import span
+from ddbatch.jobs.tally import Counts, Tally
 
-
-@dataclass
-class RunFigures:
-    """Counters of a run. seconds: decoding only, without loading weights."""
-
-    rows: int
-    rejected: Counter[str] = field(default_factory=Counter)  # by code
-    seconds: float = 0.0
-    output_tokens: int = 0
-    rounds: int = 0
-    is_engine_broken: bool = False
-    finish_reasons: Counter[str] = field(default_factory=Counter)
-    stats: EngineStats | None = None
-
-    @property
-    def num_finished(self) -> int:
-        """Rows with a completion."""
-        return self.finish_reasons.total()
-
-    def add(self, row: FinishedRow) -> None:
-        """Count one finished row."""
-        self.output_tokens += len(row.completion.token_ids)
-        self.rounds += len(row.completion.accepted)
-        self.finish_reasons[row.completion.finish_reason] += 1
+# More truncated rows than this deserve a word.
+_MANY_TRUNCATED = 0.2
 
 
 def print_summary(
-    config: Config, figures: RunFigures, plan: ShapePlan, recommended: tuple[str, ...]
+    output_dir: str,
+    tally: Tally,
+    plan: ShapePlan,
+    figures: DecoderFigures,
+    seconds: float,
+    notes: Sequence[str],
 ) -> None:
-    """Print rows, tokens, speed, acceptance length, finish reasons and the place of the files."""
-    finished = figures.num_finished
-    reasons, codes = _counts(figures.finish_reasons), _counts(figures.rejected)
-    lines = [
-        f"rows       {finished} finished ({reasons}), {figures.rejected.total()} rejected ({codes})"
-    ]
-    if finished:
-        rate = figures.output_tokens / max(figures.seconds, 1e-9)
+    """Rows, tokens, speed, acceptance length, and the place of the files.
+
+    seconds: decoding, without loading weights. notes: more to be said, a line each.
+    """
+    own, run = tally.own, tally.committed
+    lines = [("rows", _rows(own))]
+    if own.num_rows != run.num_rows:
+        lines.append(("whole run", f"{_rows(run)}; {tally.num_left:,} of {tally.num_units:,} left"))
+    if own.completions:
+        rate = figures.output_tokens / max(seconds, 1e-9)
         lines.append(
-            f"tokens     {figures.output_tokens} in {figures.seconds:.1f} s, {rate:.0f} tokens/s"
+            (
+                "tokens",
+                f"{own.output_tokens:,} in {own.completions:,} completions, {seconds:.1f} s, "
+                f"{rate:,.0f} tokens/s",
+            )
         )
-    if figures.rounds:
+    if own.rounds:
         # The first token of a row comes from its prompt's forward, not from a round.
-        emitted = figures.output_tokens - finished
+        length = (own.output_tokens - own.completions) / own.rounds
         lines.append(
-            f"acceptance length {emitted / figures.rounds:.2f} (tokens per round; plain "
-            f"decoding makes 1.00)"
+            ("acceptance length", f"{length:.2f} tokens a round (plain decoding makes 1.00)")
         )
-    if figures.stats is not None and figures.stats.row_rounds:
-        share = figures.stats.live_row_rounds / figures.stats.row_rounds
+    if figures.row_rounds:
+        share = figures.live_row_rounds / figures.row_rounds
         lines.append(
-            f"plan       {plan.rows} rows x {plan.nodes} nodes, {figures.stats.rounds} "
-            f"rounds, {share:.0%} of row-rounds useful"
+            (
+                "plan",
+                f"{plan.rows} rows x {plan.nodes} nodes, {figures.rounds:,} rounds, "
+                f"{share:.0%} of row-rounds useful",
+            )
         )
-    if finished and figures.finish_reasons["length"] * 5 > finished:
+    if run.completions and run.truncated > _MANY_TRUNCATED * run.completions:
         lines.append(
-            f"note       {figures.finish_reasons['length']} of {finished} rows were cut by "
-            "their token cap (sampling.max_new_tokens or the context)"
+            (
+                "note",
+                f"{run.truncated:,} of {run.completions:,} completions were cut by their token cap "
+                "(sampling.max_new_tokens or the context)",
+            )
         )
-    if recommended:
+    if own.dropped_prompts:
         lines.append(
-            f"note       the model recommends {', '.join(recommended)}; this run decoded "
-            "greedily (temperature 0)"
+            ("note", f"{own.dropped_prompts:,} prompts lost their beginning (data.on_long)")
         )
-    lines.append(f"written to {config.output_dir}")
-    if finished:
-        lines.append(f'read it    datasets.load_dataset("{config.output_dir}")')
-    print("\n".join(lines))
+    lines += [("note", note) for note in notes]
+    lines.append(("written to", output_dir))
+    if run.completions:
+        lines.append(("read it", f'datasets.load_dataset("{output_dir}")'))
+    width = max(len(name) for name, _ in lines)
+    print("\n".join(f"{name:<{width}}  {text}" for name, text in lines))
+
+
+def done_text(output_dir: str, tally: Tally) -> str:
+    """What a start on a complete run says."""
+    return f"nothing to do: {output_dir} is complete, {_rows(tally.committed)}"
+
+
+def _rows(counts: Counts) -> str:
+    """ "6 finished (5 length, 1 stop), 2 rejected (1 bad_json, 1 wrong_type)"."""
+    reasons = Counter(length=counts.truncated, stop=counts.completions - counts.truncated)
+    return (
+        f"{counts.completions:,} finished ({_counts(reasons)}), "
+        f"{counts.rejected.total():,} rejected ({_counts(counts.rejected)})"
+    )
 
 
 def _counts(counter: Counter[str]) -> str:
-    """ "6 length, 2 stop", or "none"."""
-    return ", ".join(f"{count} {name}" for name, count in sorted(counter.items())) or "none"
+    found = [f"{count:,} {name}" for name, count in sorted(counter.items()) if count]
+    return ", ".join(found) or "none"
+
+
+def left_text(tally: Tally, seconds: float) -> str:
+    """What a stopped run says: how much is safe, and how much is left."""
+    return (
+        f"{tally.committed.units:,} of {tally.num_units:,} rows are committed after "
+        f"{span(seconds)}; the same command resumes"
+    )

@@ -1,0 +1,37 @@
+"""Where the reasoning of a completion ends and its answer begins.
+
+Knows the two tags, and that a template may have put the first one into the prompt. Knows nothing
+about tables.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+OPEN, CLOSE = "<think>", "</think>"
+
+
+class Answer(NamedTuple):
+    """A completion in two. reasoning: None where it has none, otherwise without its tags.
+
+    is_opened: the completion itself begins with the opening tag. is_closed: it has the closing tag.
+    """
+
+    reasoning: str | None
+    text: str
+    is_opened: bool
+    is_closed: bool
+
+
+def split_reasoning(completion: str) -> Answer:
+    """All before the first closing tag is reasoning; newlines around both halves go.
+
+    A completion that opens a thought and never closes it is all reasoning and answers nothing.
+    """
+    thought, tag, answer = completion.partition(CLOSE)
+    is_opened = thought.lstrip().startswith(OPEN)
+    if not tag and not is_opened:
+        return Answer(None, completion, False, False)
+    if is_opened:
+        thought = thought.lstrip().removeprefix(OPEN)
+    return Answer(thought.strip("\r\n"), answer.lstrip("\r\n"), is_opened, bool(tag))

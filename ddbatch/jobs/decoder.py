@@ -1,0 +1,94 @@
+"""What job=generate asks of an engine: two small protocols, so that a run needs no tensors.
+
+The engine of this project meets them in decoding.py; tests and benchmarks of the data path bring an
+engine of known speed. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from ddbatch.core import Completion, Rejected, RowSampling, ShapePlan, TokenPrompt
+
+
+@dataclass(frozen=True)
+class DecoderFigures:
+    """Counters since the weights were loaded. row_rounds: rounds x rows; live_row_rounds: those
+    that emitted tokens; output_tokens: of finished rows and of those in flight."""
+
+    rounds: int
+    row_rounds: int
+    live_row_rounds: int
+    output_tokens: int
+
+
+class Decoder(Protocol):
+    """A loaded pair with its static batch."""
+
+    @property
+    def plan(self) -> ShapePlan:
+        """Shapes of a round."""
+
+    @property
+    def max_len(self) -> int:
+        """Prompt and output tokens that a sequence may have; 0 before the first grow."""
+
+    @property
+    def max_new_tokens(self) -> int:
+        """Output tokens that a sequence may have."""
+
+    def grow(self, *, max_len: int, max_new_tokens: int) -> None:
+        """Make room for longer sequences; only while nothing is in flight."""
+
+    def fill(self, prompts: Iterator[TokenPrompt]) -> None:
+        """Take prompts while there are free slots."""
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a prompt is in flight or waiting for a slot."""
+
+    def step(self) -> None:
+        """Run one round."""
+
+    def collect(self) -> Iterator[Completion | Rejected]:
+        """Hand out what has finished; Rejected with code nan_logits."""
+
+    @property
+    def figures(self) -> DecoderFigures:
+        """Counters so far."""
+
+
+class Pair(Protocol):
+    """Target and drafter before their weights are read."""
+
+    @property
+    def vocab(self) -> int:
+        """Token ids are 0..vocab - 1."""
+
+    @property
+    def context(self) -> int:
+        """Tokens that the target can see."""
+
+    @property
+    def dtype(self) -> str:
+        """The dtype in force."""
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """Ids that end a completion."""
+
+    @property
+    def recommended(self) -> tuple[str, ...]:
+        """What the checkpoint's generation_config.json recommends and the run does not use."""
+
+    @property
+    def about(self) -> dict[str, object]:
+        """Free facts for the attempt's record: device, method, versions."""
+
+    def refusal(self, sampling: RowSampling) -> str | None:
+        """Why a row's own sampling cannot be honoured; None if it can."""
+
+    def load(self, num_rows: int) -> Decoder:
+        """Read the weights. num_rows: rows left to decode, where a smaller batch would do."""

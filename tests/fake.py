@@ -1,0 +1,220 @@
+"""An engine of known speed and lengths, without tensors: what a run does around an engine.
+
+Completions are a pure function of prompt ids and sample, as greedy decoding's are. As a program,
+`python tests/fake.py KEY=VALUE ...` is ddbatch with this engine; the variable FAKE holds
+FakeOptions as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+
+from ddbatch.core import Completion, Rejected, RowSampling, ShapePlan, TokenPrompt
+from ddbatch.jobs.decoder import DecoderFigures
+
+VOCAB = 97
+EOS = 1
+TEMPLATE = (
+    "{% for m in messages %}<s> {{ m.role }} {{ m.content }} {% endfor %}"
+    "{% if add_generation_prompt %}<s> assistant{% endif %}"
+)
+
+
+def write_tokenizer(folder: Path, template: str | None = TEMPLATE) -> None:
+    """Words w0.. w92, `<s>`, `</s>` and roles, one id each: text and ids say the same."""
+    words = ["<s>", "</s>", "user", "assistant", *(f"w{number}" for number in range(VOCAB - 4))]
+    tokenizer = Tokenizer(
+        models.WordLevel({word: n for n, word in enumerate(words)}, unk_token="w0")
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens([AddedToken("<s>"), AddedToken("</s>")])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"bos_token": "<s>", "eos_token": "</s>"}
+    if template is not None:
+        config["chat_template"] = template
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+def write_model(folder: Path, template: str | None = TEMPLATE) -> Path:
+    """A model folder for the fake engine: a tokenizer, a config, and weights that say nothing."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_tokenizer(folder, template)
+    (folder / "config.json").write_text(
+        json.dumps({"vocab_size": VOCAB, "max_position_embeddings": 80})
+    )
+    (folder / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    return folder
+
+
+@dataclass(frozen=True)
+class FakeOptions:
+    """step_seconds: of a round. nan_ids: a prompt that ends with one of them gets no finite score.
+    fail_at_step: the engine breaks there. refuse: a row may not set these."""
+
+    rows: int = 4
+    context: int = 80
+    step_seconds: float = 0.0
+    nan_words: tuple[int, ...] = ()
+    fail_at_step: int | None = None
+    dtype: str = "float32"
+
+
+@dataclass
+class _Sequence:
+    prompt: TokenPrompt
+    token_ids: list[int]
+    num_done: int = 1
+    accepted: list[int] = field(default_factory=list)
+
+
+class FakeDecoder:
+    """A static batch that finishes rows in an order of its own."""
+
+    def __init__(self, options: FakeOptions) -> None:
+        self._options = options
+        self._live: list[_Sequence] = []
+        self._ready: deque[_Sequence] = deque()
+        self._results: list[Completion | Rejected] = []
+        self._figures = [0, 0, 0, 0]
+        self.plan = ShapePlan(rows=options.rows, nodes=5, block=4, draft_depth=3, topk=4)
+        self.max_len = self.max_new_tokens = 0
+        self.grown: list[int] = []
+
+    def grow(self, *, max_len: int, max_new_tokens: int) -> None:
+        assert not self.is_busy
+        assert max_len >= self.max_len
+        self.max_len, self.max_new_tokens = max_len, max_new_tokens
+        self.grown.append(max_len)
+
+    def fill(self, prompts: Iterator[TokenPrompt]) -> None:
+        if not self.max_len:
+            return
+        while len(self._live) + len(self._ready) < 2 * self._options.rows:
+            prompt = next(prompts, None)
+            if prompt is None:
+                break
+            assert len(prompt.token_ids) + prompt.max_new_tokens <= self.max_len, prompt
+            assert prompt.max_new_tokens <= self.max_new_tokens, prompt
+            self._ready.append(_Sequence(prompt, answer(prompt)))
+            self._figures[3] += 1
+        while self._ready and len(self._live) < self._options.rows:
+            self._live.append(self._ready.popleft())
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self._live or self._ready)
+
+    def step(self) -> None:
+        time.sleep(self._options.step_seconds)
+        self._figures[0] += 1
+        self._figures[1] += self._options.rows
+        if self._figures[0] == self._options.fail_at_step:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        for sequence in list(self._live):
+            left = len(sequence.token_ids) - sequence.num_done
+            if left:
+                emitted = min(left, 1 + (sequence.num_done + sequence.token_ids[0]) % 4)
+                sequence.accepted.append(emitted - 1)
+                sequence.num_done += emitted
+                self._figures[2] += 1
+                self._figures[3] += emitted
+            if sequence.num_done == len(sequence.token_ids):
+                self._live.remove(sequence)
+                self._results.append(self._result(sequence))
+
+    def collect(self) -> Iterator[Completion | Rejected]:
+        while self._results:
+            yield self._results.pop()
+
+    @property
+    def figures(self) -> DecoderFigures:
+        return DecoderFigures(*self._figures)
+
+    def _result(self, sequence: _Sequence) -> Completion | Rejected:
+        prompt = sequence.prompt
+        if set(prompt.token_ids) & set(self._options.nan_words):
+            return Rejected(prompt.key, "nan_logits", "a score is not finite")
+        is_stop = sequence.token_ids[-1] == EOS
+        return Completion(
+            key=prompt.key,
+            token_ids=tuple(sequence.token_ids),
+            finish_reason="stop" if is_stop else "length",
+            stop_token_id=EOS if is_stop else None,
+            accepted=tuple(sequence.accepted),
+            depth=(3,) * len(sequence.accepted),
+            drafted=4,
+            seconds=0.5,
+            slot=0,
+        )
+
+
+def answer(prompt: TokenPrompt) -> list[int]:
+    """The ids that the fake target says after a prompt: a few, or up to the cap."""
+    chance = random.Random(repr((prompt.token_ids, prompt.key.sample, prompt.key.turn)))
+    length = min(1 + int(chance.expovariate(1 / 6)), prompt.max_new_tokens)
+    ids = [chance.randrange(4, VOCAB) for _ in range(length)]
+    if length < prompt.max_new_tokens:
+        ids[-1] = EOS
+    return ids
+
+
+@dataclass(frozen=True)
+class FakePair:
+    """The protocol Pair."""
+
+    options: FakeOptions
+    vocab: int = VOCAB
+    stop_token_ids: tuple[int, ...] = (EOS,)
+    recommended: tuple[str, ...] = ()
+
+    @property
+    def context(self) -> int:
+        return self.options.context
+
+    @property
+    def dtype(self) -> str:
+        return self.options.dtype
+
+    @property
+    def about(self) -> dict[str, object]:
+        return {"device": "fake", "method": "ddtree"}
+
+    def refusal(self, sampling: RowSampling) -> str | None:
+        return None
+
+    def load(self, num_rows: int) -> FakeDecoder:
+        return FakeDecoder(self.options)
+
+
+def run(config: Any, options: FakeOptions | None = None) -> int:
+    """The job of a configuration; generate with the fake engine."""
+    import importlib
+
+    from ddbatch.jobs import generate
+
+    chosen = options or FakeOptions()
+    if config.job == "generate":
+        return generate.generate(config, lambda config, eos: FakePair(chosen))
+    code: int = importlib.import_module(f"ddbatch.jobs.{config.job}").run(config)
+    return code
+
+
+if __name__ == "__main__":
+    from ddbatch.__main__ import main
+
+    given = json.loads(os.environ.get("FAKE", "{}"))
+    given = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items()}
+    code = main(sys.argv[1:], lambda config: run(config, FakeOptions(**given)))
+    assert "torch" not in sys.modules, "a run with the fake engine must not import torch"
+    sys.exit(code)

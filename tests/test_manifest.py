@@ -1,0 +1,102 @@
+"""manifest.json and the card: written once, read back exactly, and open about nothing private."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from test_schema import STORE
+
+from ddbatch.core import RunError
+from ddbatch.data.columns import Columns, KeptColumn
+from ddbatch.data.folder import RunFolder
+from ddbatch.data.manifest import Manifest, card, create_manifest, read_manifest
+from ddbatch.data.schema import acceptance_schema, completions_schema, rejected_schema
+
+KEEP = (
+    KeptColumn("score", pa.float64(), False),
+    KeptColumn("when", pa.timestamp("us", tz="UTC"), False),
+    KeptColumn("meta", pa.string(), True),
+)
+MANIFEST = Manifest(
+    identity={"sampling.seed": 0, "data.template": None, "stop token ids": [1, 2]},
+    columns=Columns("chat", "messages", id_column="name", keep=KEEP),
+    schemas={
+        "completions": completions_schema(keep=KEEP, store=STORE, has_tools=False),
+        "acceptance": acceptance_schema(),
+        "rejected": rejected_schema(),
+    },
+    template_date="2026-11-29T20:00:00",
+    card={},
+    config={"sampling": {"n": 1}},
+    ddbatch="0.1.0",
+)
+
+
+def test_a_manifest_is_read_back_as_it_was_made(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    assert create_manifest(folder, "a" * 12, MANIFEST) == MANIFEST
+    read = read_manifest(folder)
+    assert read == MANIFEST
+    for table, schema in MANIFEST.schemas.items():
+        assert read.schemas[table].equals(schema, check_metadata=True)
+
+
+def test_the_second_of_two_starts_goes_on_with_the_manifest_of_the_first(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    create_manifest(folder, "a" * 12, MANIFEST)
+    other = replace(MANIFEST, identity={"sampling.seed": 7}, card={"license": "mit"})
+    assert create_manifest(folder, "b" * 12, other) == MANIFEST
+    assert folder.readme.read_text() == card(MANIFEST)
+
+
+def test_a_card_that_was_edited_by_hand_is_left_alone(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    create_manifest(folder, "a" * 12, MANIFEST)
+    folder.readme.write_text("mine")
+    create_manifest(folder, "b" * 12, MANIFEST)
+    assert folder.readme.read_text() == "mine"
+
+
+def test_the_card_has_a_config_for_each_table_and_what_the_user_adds() -> None:
+    text = card(replace(MANIFEST, card={"license": "apache-2.0", "tags": ["a", "b: c"]}))
+    front = text.split("---\n")[1]
+    assert front == (
+        "configs:\n"
+        "- config_name: default\n  data_files: completions/*.parquet\n"
+        "- config_name: acceptance\n  data_files: acceptance/*.parquet\n"
+        "- config_name: rejected\n  data_files: rejected/*.parquet\n"
+        '"license": "apache-2.0"\n"tags": ["a", "b: c"]\n'
+    )
+    tables = {"completions": MANIFEST.schemas["completions"]}
+    assert "acceptance" not in card(replace(MANIFEST, schemas=tables))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda text: "",
+        lambda text: text[: len(text) // 2],
+        lambda text: "[]",
+        lambda text: text.replace('"version": 1', '"version": 2'),
+        lambda text: text.replace('"identity"', '"identities"'),
+        lambda text: text.replace('"arrow": "', '"arrow": "AAAA'),
+    ],
+)
+def test_a_manifest_that_cannot_be_trusted_stops_the_run(tmp_path: Path, damage) -> None:  # type: ignore[no-untyped-def]
+    folder = RunFolder(tmp_path)
+    create_manifest(folder, "a" * 12, MANIFEST)
+    folder.manifest.write_text(damage(folder.manifest.read_text()))
+    with pytest.raises(RunError, match=r"manifest\.json cannot be read"):
+        read_manifest(folder)
+
+
+def test_the_schemas_can_be_read_by_people(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    create_manifest(folder, "a" * 12, MANIFEST)
+    fields = json.loads(folder.manifest.read_text())["schemas"]["completions"]["fields"]
+    assert fields["row_id"] == "int64"
+    assert fields["when"] == "timestamp[us, tz=UTC]"

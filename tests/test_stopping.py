@@ -1,0 +1,83 @@
+"""Stopping: the first signal is noted or interrupts, a second one or the clock ends the process."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from ddbatch.jobs.stopping import SIGNALS, impatient, patient
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_patient_block_only_notes_the_signal(number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    with patient(grace_seconds=60) as stop:
+        assert stop.signal_name is None
+        signal.raise_signal(number)
+        assert stop.signal_name == number.name
+    assert signal.getsignal(number) is before
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_an_impatient_block_is_interrupted(number: signal.Signals) -> None:
+    def block() -> None:
+        with impatient():
+            signal.raise_signal(number)
+
+    with pytest.raises(KeyboardInterrupt, match=number.name):
+        block()
+
+
+def test_a_patient_block_inside_an_impatient_one_wins() -> None:
+    with impatient(), patient(grace_seconds=60) as stop:
+        signal.raise_signal(signal.SIGTERM)
+        assert stop.signal_name == "SIGTERM"
+
+
+CODE = """
+import sys, time
+from ddbatch.jobs.stopping import patient
+with patient(grace_seconds=float(sys.argv[1])) as stop:
+    print("running", flush=True)
+    while True:
+        time.sleep(0.01)
+        if stop.signal_name:
+            print("stopping", flush=True)
+            time.sleep(60)
+"""
+
+
+def started(grace_seconds: float) -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", CODE, str(grace_seconds)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "running\n"
+    return process
+
+
+@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGUSR2])
+def test_a_second_signal_of_any_kind_exits_at_once_with_130(second: signal.Signals) -> None:
+    process = started(60)
+    process.send_signal(signal.SIGUSR1)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "stopping\n"
+    process.send_signal(second)
+    assert process.wait(timeout=20) == 130
+
+
+def test_a_block_that_outlives_the_grace_time_ends_with_75_and_says_so() -> None:
+    process = started(0.3)
+    begun = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    _, said = process.communicate(timeout=20)
+    assert process.returncode == 75
+    assert time.monotonic() - begun < 10
+    assert "output.grace_seconds=0.3 are over" in said
