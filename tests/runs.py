@@ -98,7 +98,7 @@ class Run:
         """The content columns of all completions, sorted by key."""
         return [{name: row[name] for name in CONTENT} for row in self.table(out=out)]
 
-    def keys(self) -> list[Key]:
+    def all_keys(self) -> list[Key]:
         """Keys of all completions and rejected rows; one that came twice stands there twice."""
         return sorted(
             key_of(row) for name in ("completions", "rejected") for row in self.table(name)

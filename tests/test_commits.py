@@ -91,6 +91,21 @@ def test_a_link_that_works_and_reports_that_the_name_is_taken_is_ours(
     assert commit(folder, record)
     assert read_shard(folder, 0) == (record,)
     assert not commit(folder, write_part(folder, 0, 0, "second", UNITS[0]))
+    assert write_new("ours", folder.tmp("first") / "x", folder.place / "x")
+    assert not write_new("theirs", folder.tmp("second") / "x", folder.place / "x")
+
+
+@pytest.mark.parametrize("is_rolled", [False, True])
+def test_a_part_that_is_committed_is_ours_however_often_we_ask(
+    folder: RunFolder, is_rolled: bool
+) -> None:
+    (record,) = committed(folder)
+    if is_rolled:
+        roll_forward(folder, record)
+    assert commit(folder, record)
+    assert commit(folder, record)
+    recover(folder, 0)
+    check(folder)
 
 
 def test_a_name_of_a_committed_record_is_never_written_through(folder: RunFolder) -> None:
@@ -104,6 +119,7 @@ def test_a_name_of_a_committed_record_is_never_written_through(folder: RunFolder
     (tmp,) = folder.tmp("first").glob("record*")
     assert tmp.samefile(folder.record(0, 0))
     assert not write_new("something else", tmp, folder.record(0, 0))
+    assert commit(folder, record)
     assert read_shard(folder, 0) == (record,)
 
 

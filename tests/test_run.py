@@ -24,7 +24,7 @@ def test_every_row_ends_once_in_one_of_the_tables(tmp_path: Path, capsys: Captur
     rows: list[object] = [*prompts(23), "{bad", {"other": 1}, {"prompt": " "}, *prompts(8)]
     run = Run(tmp_path, rows)
     assert run("data.id_column=name", "data.keep_columns=[name]") == 0
-    assert run.keys() == rows_of(34)
+    assert run.all_keys() == rows_of(34)
     assert [row["code"] for row in run.table("rejected")] == [
         "bad_json",
         "missing_field",
@@ -54,13 +54,14 @@ def test_a_shard_is_a_range_of_rows_and_nothing_else_shows_it(tmp_path: Path) ->
 def test_equal_prompts_are_different_rows(tmp_path: Path) -> None:
     run = Run(tmp_path, [{"prompt": "w1 w2"}] * 10)
     assert run() == 0
-    assert run.keys() == rows_of(10)
+    assert run.all_keys() == rows_of(10)
 
 
 def changes(out: Path) -> dict[Path, int]:
-    """When each file of a run was written, caches aside."""
+    """When each file of a run was written, caches and the mark for readers' caches aside."""
     files = (file for file in out.rglob("*") if file.is_file() and file.parent.name != "index")
-    return {file: file.stat().st_mtime_ns for file in files}
+    named = (file for file in files if file.name != ".huggingface.yaml")
+    return {file: file.stat().st_mtime_ns for file in named}
 
 
 def test_the_same_command_again_has_nothing_to_do(tmp_path: Path, capsys: Captured) -> None:
@@ -78,10 +79,10 @@ def test_a_broken_engine_loses_nothing_that_is_finished(tmp_path: Path, step: in
     run = Run(tmp_path, prompts(31))
     with pytest.raises(RuntimeError, match="CUDA error"):
         run(engine=fake.FakeOptions(fail_at_step=step))
-    done = run.keys()
+    done = run.all_keys()
     assert len(set(done)) == len(done)
     assert run() == 0
-    assert run.keys() == rows_of(31)
+    assert run.all_keys() == rows_of(31)
     attempts = [json.loads(f.read_text()) for f in run.out.glob(".ddbatch/attempts/*.end.json")]
     assert {attempt["exit_code"] for attempt in attempts} == {0, 1}
 
@@ -92,7 +93,7 @@ def test_a_resumed_run_decodes_only_what_is_left(
     run = Run(tmp_path, prompts(40))
     with pytest.raises(RuntimeError, match="CUDA error"):
         run(engine=fake.FakeOptions(fail_at_step=20))
-    num_done = len(run.keys())
+    num_done = len(run.all_keys())
     assert 5 < num_done < 40
     asked: list[Key] = []
 
@@ -138,7 +139,7 @@ def test_what_is_free_may_change_on_the_way(tmp_path: Path) -> None:
         run(engine=fake.FakeOptions(fail_at_step=8))
     more = ("engine.rows=2", "output.part_rows=3", "output.part_seconds=9", "shards.rows=1000")
     assert run(*more, "data.prompt_column=prompt", engine=fake.FakeOptions(rows=2)) == 0
-    assert run.keys() == rows_of(29)
+    assert run.all_keys() == rows_of(29)
 
 
 def test_the_template_date_is_that_of_the_first_start(
@@ -173,10 +174,10 @@ def test_samples_of_a_row_are_rows_of_their_own_and_may_become_more(
     run = Run(tmp_path, [*prompts(9), "{bad"])
     hot = "sampling.temperature=0.5"
     assert run(hot, "sampling.n=2") == 0
-    assert run.keys() == rows_of(10, 2)
+    assert run.all_keys() == rows_of(10, 2)
     first = run.content()
     assert run(hot, "sampling.n=3") == 0
-    assert run.keys() == rows_of(10, 3)
+    assert run.all_keys() == rows_of(10, 3)
     assert [row for row in run.content() if row["sample"] < 2] == first
     assert len(run.table("rejected")) == 3
     assert run(hot, "sampling.n=2") == 2
@@ -202,7 +203,7 @@ def test_all_turns_are_generated_in_order_and_committed_together(tmp_path: Path)
             assert row["turn"] < (2 + row["row_id"] % 5) // 2
     assert run("data.turns=all") == 0
     wanted = [Key(n, turn, 0) for n in range(17) for turn in range(1 + n % 5 // 2)]
-    assert run.keys() == sorted([*wanted, Key(17, 0, 0)])
+    assert run.all_keys() == sorted([*wanted, Key(17, 0, 0)])
     said = {key_of(row): row for row in run.table()}
     last = said[Key(4, 2, 0)]
     contents = [message["content"] for message in last["messages"]]
@@ -291,7 +292,7 @@ def test_room_grows_with_the_prompts_and_shorter_ones_stay(
     monkeypatch.setattr(fake, "FakeDecoder", Seen)
     assert run("shards.rows=100") == 0
     assert made[0].grown == [16, 64, 80]
-    assert run.keys() == rows_of(10)
+    assert run.all_keys() == rows_of(10)
 
 
 def test_refill_does_not_drain_at_the_end_of_a_shard(tmp_path: Path, capsys: Captured) -> None:
@@ -316,7 +317,7 @@ def test_no_more_than_three_shards_are_open(
     run = Run(tmp_path, prompts(40))
     assert run("shards.rows=2") == 0
     assert max(most) == 3
-    assert run.keys() == rows_of(40)
+    assert run.all_keys() == rows_of(40)
 
 
 def test_many_rejected_rows_stop_the_run_early_with_3(
@@ -329,13 +330,13 @@ def test_many_rejected_rows_stop_the_run_early_with_3(
     ]
     run = Run(tmp_path, rows)
     assert run("output.max_error_rate=0.2") == 3
-    num_done = len(run.keys())
+    num_done = len(run.all_keys())
     assert 0 < num_done < 200
     assert "larger output.max_error_rate goes on" in capsys.readouterr().err
     assert run("output.max_error_rate=0.2") == 3
-    assert num_done <= len(run.keys()) < 200
+    assert num_done <= len(run.all_keys()) < 200
     assert run("output.max_error_rate=0.5") == 0
-    assert run.keys() == rows_of(len(rows))
+    assert run.all_keys() == rows_of(len(rows))
 
 
 def test_a_complete_run_with_many_rejected_rows_exits_with_3_each_time(tmp_path: Path) -> None:
@@ -351,9 +352,9 @@ def test_an_engine_of_nan_scores_rejects_nothing_and_the_rest_is_kept(
     run = Run(tmp_path, [*prompts(12), *[{"prompt": f"w91 w{n}"} for n in range(20)]])
     assert run("shards.rows=12", engine=fake.FakeOptions(nan_words=(95,))) == 4
     assert "the last 8 rows all had scores that are not finite" in capsys.readouterr().err
-    assert run.keys() == rows_of(12)
+    assert run.all_keys() == rows_of(12)
     assert run() == 0
-    assert run.keys() == rows_of(32)
+    assert run.all_keys() == rows_of(32)
 
 
 def test_few_rows_with_nan_scores_are_rejected(tmp_path: Path) -> None:
@@ -362,7 +363,7 @@ def test_few_rows_with_nan_scores_are_rejected(tmp_path: Path) -> None:
     assert run(engine=fake.FakeOptions(nan_words=(95,))) == 0
     assert [row["row_id"] for row in run.table("rejected")] == [*range(2, 30, 5), 30]
     assert {row["code"] for row in run.table("rejected")} == {"nan_logits"}
-    assert run.keys() == rows_of(31)
+    assert run.all_keys() == rows_of(31)
 
 
 def test_the_input_grows_at_its_end(tmp_path: Path, capsys: Captured) -> None:
@@ -371,7 +372,7 @@ def test_the_input_grows_at_its_end(tmp_path: Path, capsys: Captured) -> None:
     write_jsonl(run.data / "b.jsonl", prompts(9))
     assert run("data.limit=4") == 0
     assert run("data.limit=6") == 0
-    assert run.keys() == rows_of(6)
+    assert run.all_keys() == rows_of(6)
     write_jsonl(run.data / "a.jsonl", prompts(5, first=100))
     capsys.readouterr()
     assert run("data.grow=refuse") == 2
@@ -379,7 +380,7 @@ def test_the_input_grows_at_its_end(tmp_path: Path, capsys: Captured) -> None:
     assert run("data.id_column=name") == 2  # not before the run is the same one
     assert run() == 0
     assert "input grew" in capsys.readouterr().err
-    assert run.keys() == rows_of(14)
+    assert run.all_keys() == rows_of(14)
     assert run("data.limit=6") == 2
     assert "data.limit=6" in capsys.readouterr().err
 
@@ -463,4 +464,4 @@ def test_a_bad_row_that_is_known_early_weighs_no_more_than_its_neighbours(
     rows: list[object] = [*prompts(85), *["{bad"] * 10]  # all in one window
     run = Run(tmp_path, rows)
     assert run("output.max_error_rate=0.12", "shards.rows=100") == 0
-    assert run.keys() == rows_of(95)
+    assert run.all_keys() == rows_of(95)

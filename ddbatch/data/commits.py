@@ -18,10 +18,10 @@ from ddbatch.data.finished import mark_finished
 from ddbatch.data.folder import (
     RunFolder,
     StateError,
+    link_new,
     list_names,
     make_folder,
     sync,
-    write_new,
 )
 from ddbatch.data.records import (
     KeyBlock,
@@ -33,6 +33,7 @@ from ddbatch.data.records import (
     from_json,
     to_json,
 )
+from ddbatch.data.reload_mark import renew_mark
 
 __all__ = [  # with what callers need to make and to read a record
     "KeyBlock",
@@ -133,7 +134,8 @@ def commit(folder: RunFolder, record: Record) -> bool:
     """Commit a part: its files lie whole under their tmp names, and all records before it are read.
 
     False if somebody else has the number: the view of the shard was stale; discard the part and
-    give up the shard. After an exception it is open whether the part is committed: discard nothing.
+    give up the shard. After an exception it is open whether the part is committed: discard nothing;
+    a second call would tell.
     """
     final = folder.record(record.shard, record.number)
     text = _readable(folder, record)
@@ -142,12 +144,16 @@ def commit(folder: RunFolder, record: Record) -> bool:
     visible = [file.final for file in record.files if (folder.place / file.final).exists()]
     if visible and not final.exists():
         raise StateError(f"{visible[0]} has no record; output.resume=repair moves it aside")
+    tmp = folder.tmp(record.attempt) / f"record-{record.shard}.json"
     try:
         for file in record.files:
             size = (folder.place / file.tmp).stat().st_size
             assert size == file.size, f"{file} has {size} bytes"
-        return write_new(text, folder.tmp(record.attempt) / f"record-{record.shard}.json", final)
-    except (FileNotFoundError, FileExistsError):  # the latter: mkdir of what is gone a moment later
+        # In the folder of the files, which is not made again: with it, they are gone.
+        tmp.unlink(missing_ok=True)
+        tmp.write_text(text, encoding="utf-8")
+        return link_new(tmp, final) or _is_committed(folder, record)
+    except FileNotFoundError:
         # Who saw the run complete has swept our folder: then all keys, and the number, are taken.
         if not final.exists():
             raise
@@ -188,6 +194,8 @@ def roll_forward(folder: RunFolder, record: Record) -> None:
     renamed = [file for file in record.files if _rename(folder, record, file)]
     for place in {(folder.place / file.final).parent for file in renamed}:
         sync(place)
+    if renamed:
+        renew_mark(folder)
 
 
 def _rename(folder: RunFolder, record: Record, file: PartFile) -> bool:

@@ -16,6 +16,7 @@ import pyarrow as pa
 
 from ddbatch.data.columns import Columns, PromptKind
 from ddbatch.data.folder import RunFolder, StateError, write_new
+from ddbatch.data.reload_mark import card_configs
 from ddbatch.data.schema import kept_columns
 
 VERSION = 1
@@ -128,14 +129,10 @@ def _to_json(manifest: Manifest) -> str:
 
 
 def card(manifest: Manifest) -> str:
-    """README.md, a pure function of the manifest.
-
-    Without named configs a folder of several tables and JSON files does not load with datasets.
-    """
+    """README.md, a pure function of the manifest."""
     configs = (
-        f"- config_name: {'default' if table == 'completions' else table}\n"
-        f"  data_files: {table}/*.parquet"
-        for table in manifest.schemas
+        f"- config_name: {config['config_name']}\n  data_files: {config['data_files']}"
+        for config in card_configs(manifest.schemas)
     )
     # JSON is YAML: what the user puts into the head of the card needs no YAML writer.
     front = "".join(

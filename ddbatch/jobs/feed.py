@@ -149,11 +149,6 @@ class Feed:
         return any(not shard.is_read for shard in self._shards.values())
 
     @property
-    def is_empty(self) -> bool:
-        """Whether nothing waits to be decoded."""
-        return not (self._later_turns or self._window or self.has_rows)
-
-    @property
     def num_waiting(self) -> int:
         """Turns that were read and have no result yet."""
         return len(self._later_turns) + len(self._window) + len(self._in_flight)

@@ -10,6 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import cast
 
 from ddbatch import __version__
@@ -19,13 +20,14 @@ from ddbatch.core import ExitCode, RunError, Shard
 from ddbatch.data.attempts import end_attempt, new_attempt, start_attempt
 from ddbatch.data.batching import OnLong
 from ddbatch.data.commits import clean_tmp, recover
-from ddbatch.data.files import list_inputs
+from ddbatch.data.files import Listing, list_inputs
 from ddbatch.data.folder import RunFolder, check_hard_links
 from ddbatch.data.formats import Select
 from ddbatch.data.growth import Grow
 from ddbatch.data.input_log import read_log
 from ddbatch.data.inputs import Inputs, open_log, scan
 from ddbatch.data.manifest import Manifest, create_manifest
+from ddbatch.data.reload_mark import renew_mark
 from ddbatch.data.repair import repair
 from ddbatch.data.rounds import RoundsLog
 from ddbatch.data.sink import Sink
@@ -57,11 +59,58 @@ def run(config: Config) -> int:
 def generate(config: Config, open_pair: OpenPair) -> int:
     """The job with any engine. open_pair(config, the tokenizer's eos id) reads no weights."""
     folder, manifest = opening.open_folder(config)
+    start = _look(config, open_pair, folder, manifest)
+    attempt, decoder = new_attempt(), None
+    if manifest is None:
+        # Weights are read before the folder is made: a broken checkpoint leaves nothing behind.
+        log = start.scanned.log
+        decoder = start.setting.pair.load(log.num_rows * log.samples)
+        manifest = _create(config, folder, attempt, start)
+    opening.refuse_another_run(config, manifest, start.identity)
+    try:
+        inputs, tally = _open_state(config, folder, attempt, start)
+    except OSError as error:
+        raise RunError(f"output_dir={config.output_dir}: {error}") from error
+    if not tally.num_left:
+        clean_tmp(folder, attempt)
+        print(done_text(config.output_dir, tally))
+        return _verdict(config, tally)
+    decoder = decoder or start.setting.pair.load(tally.num_left)
+    start_attempt(folder, attempt, {"ddbatch": __version__, **start.setting.pair.about})
+    code, reason = ExitCode.BUG, "a bug"
+    try:
+        code, reason = _work(
+            config, folder, attempt, manifest, inputs, start.setting, decoder, tally
+        )
+    except RunError as failure:
+        code, reason = ExitCode.ENGINE, str(failure)
+        raise
+    except BaseException as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise
+    finally:
+        _note_end(folder, attempt, code, reason)
+    return code
+
+
+@dataclass(frozen=True)
+class _Start:
+    """What a start has found before it writes anything."""
+
+    listing: Listing
+    scanned: Inputs
+    setting: Setting
+    identity: dict[str, object]
+
+
+def _look(
+    config: Config, open_pair: OpenPair, folder: RunFolder, manifest: Manifest | None
+) -> _Start:
+    """Everything that can be refused is looked at; nothing is written."""
     template_date = opening.pin_date(config, manifest)
     encoder = opening.open_encoder(config, template_date)
     pair = open_pair(config, encoder.eos_token_id)
     max_len = _max_len(config, pair)
-    attempt = new_attempt()
     # A hub data set stays at the commit that the run began with.
     pinned = None if manifest is None else read_log(folder).revision
     listing = list_inputs(
@@ -71,7 +120,6 @@ def generate(config: Config, open_pair: OpenPair) -> int:
         split=config.data.split,
         select=cast(Select, config.data.select),
     )
-    decoder: Decoder | None = None
     scanned = scan(
         listing,
         limit=config.data.limit,
@@ -83,51 +131,55 @@ def generate(config: Config, open_pair: OpenPair) -> int:
     columns = opening.look_at_columns(config, scanned, manifest)
     encoder.check_columns(columns)
     setting = Setting(pair, encoder, columns, template_date, max_len)
-    identity = opening.identity(config, setting)
-    if manifest is None:
-        manifest = opening.new_manifest(config, setting, identity)
-        # Weights are read before the folder is made: a broken checkpoint leaves nothing behind.
-        decoder = pair.load(scanned.log.num_rows * scanned.log.samples)
+    return _Start(listing, scanned, setting, opening.identity(config, setting))
+
+
+def _create(config: Config, folder: RunFolder, attempt: str, start: _Start) -> Manifest:
+    """Make the folder a run; the manifest that holds is another's if it started a moment before."""
+    try:
         check_hard_links(folder, attempt)
-        manifest = create_manifest(folder, attempt, manifest)
-    opening.refuse_another_run(config, manifest, identity)
+        manifest = opening.new_manifest(config, start.setting, start.identity)
+        return create_manifest(folder, attempt, manifest)
+    except OSError as error:
+        raise ValueError(
+            f"output_dir={config.output_dir} cannot be made: {error}; choose another output_dir"
+        ) from error
+
+
+def _open_state(
+    config: Config, folder: RunFolder, attempt: str, start: _Start
+) -> tuple[Inputs, Tally]:
+    """The run's input, grown if it has grown, and how much of it is committed."""
     if config.output.resume == "repair":
-        _repair(folder, attempt)
+        log = read_log(folder)
+        for shard in log.shards:
+            for moved in repair(folder, shard, log.samples, attempt):
+                print(f"note: moved aside: {moved}", file=sys.stderr)
     inputs = open_log(
         folder,
         attempt,
-        listing,
+        start.listing,
         limit=config.data.limit,
         samples=config.sampling.n,
         shard_rows=config.shards.rows,
         grow=cast(Grow, config.data.grow),
-        scanned=scanned,
+        scanned=start.scanned,
     )
     if inputs.growth is not None:
         print(f"note: {inputs.growth}", file=sys.stderr)
     tally = Tally(inputs.log.num_rows * inputs.log.samples)
     for shard in inputs.log.shards:
         tally.see(recover(folder, shard.index))
-    if not tally.num_left:
-        clean_tmp(folder, attempt)
-        print(done_text(config.output_dir, tally))
-        return _verdict(config, tally)
-    if decoder is None:
-        decoder = pair.load(tally.num_left)
-    about = {"ddbatch": __version__, **pair.about}
-    start_attempt(folder, attempt, about)
-    code, reason = ExitCode.BUG, "a bug"
+    renew_mark(folder)  # a worker that was killed may not have come to it
+    return inputs, tally
+
+
+def _note_end(folder: RunFolder, attempt: str, code: int, reason: str) -> None:
+    """Best effort: a full disk must not hide why the run ends."""
     try:
-        code, reason = _work(config, folder, attempt, manifest, inputs, setting, decoder, tally)
-    except RunError as failure:
-        code, reason = ExitCode.ENGINE, str(failure)
-        raise
-    except BaseException as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise
-    finally:
         end_attempt(folder, attempt, code, reason)
-    return code
+    except OSError as error:
+        print(f"note: the end of attempt {attempt} is not noted: {error}", file=sys.stderr)
 
 
 def _work(
@@ -197,14 +249,6 @@ def _max_len(config: Config, pair: Pair) -> int:
             f"engine.max_len={limit}: allowed: 2..{pair.context}, the context of model.path"
         )
     return limit
-
-
-def _repair(folder: RunFolder, attempt: str) -> None:
-    """Move broken records and what follows them aside, and say so."""
-    log = read_log(folder)
-    for shard in log.shards:
-        for moved in repair(folder, shard, log.samples, attempt):
-            print(f"note: moved aside: {moved}", file=sys.stderr)
 
 
 def _from_start(shards: tuple[Shard, ...], start: int | str) -> tuple[Shard, ...]:

@@ -38,7 +38,15 @@ DRAW_VERSION = 1
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 _PROMPT_OPTIONS = {"text": "prompt", "messages": "messages", "token_ids": "token_ids"}
-_OWN_NAMES = {*TABLES, "rounds", "logprobs", "README.md", "manifest.json", STATE}
+_OWN_NAMES = {
+    *TABLES,
+    "rounds",
+    "logprobs",
+    "README.md",
+    "manifest.json",
+    STATE,
+    ".huggingface.yaml",
+}
 
 
 def open_folder(config: Config) -> tuple[RunFolder, Manifest | None]:

@@ -89,27 +89,33 @@ class Worker:
         feed, decoder = self._feed, self._decoder
         self._open_shards()
         decoder.fill(feed.ready(decoder.max_len, decoder.max_new_tokens))
-        self._settle(feed.take_whole())
-        is_alive = True
+        is_alive = decoder.is_busy or self._prepare()
         if decoder.is_busy:
             decoder.step()
             for result in decoder.collect():
                 self._take(result)
-            self._settle(feed.take_whole())
             self._log_round()
-        elif (size := feed.next_size()) is not None:
-            self._grow(*size)
-        elif self._held:
-            self._release()
-        else:
-            is_alive = not feed.is_empty or bool(self._queue or self._lost)
-            if not self._queue:
-                self._queue.extend(self._lost)
-                self._lost.clear()
+        self._settle(feed.take_whole())
         for shard in self._sink.due():
             self._commit(shard)
         self._progress.show(self._tally, decoder.figures.output_tokens)
-        return is_alive
+        return is_alive or bool(self._lost)
+
+    def _prepare(self) -> bool:
+        """The engine is idle: get it something to do; False if there is nothing."""
+        size = self._feed.next_size()
+        if size is not None:
+            self._grow(*size)
+        elif self._held:
+            self._release()
+        elif self._feed.has_rows or self._queue:
+            pass  # a window without a row that can run; the next turn reads on
+        elif self._lost:
+            self._queue.extend(self._lost)
+            self._lost.clear()
+        else:
+            return False
+        return True
 
     def _log_round(self) -> None:
         plan, figures = self._decoder.plan, self._decoder.figures
