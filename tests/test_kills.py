@@ -72,6 +72,7 @@ def test_twenty_kills_of_three_owners_lose_nothing_and_double_nothing(tmp_path: 
     assert run.content() == run.content(whole)
     assert [row["row_id"] for row in run.table("rejected")] == list(range(0, 2400, 50))
     assert run("job=check") == 0
+    assert run("shards.rows=60", "data.id_column=name") == 0  # nothing to do, but to sweep
     assert not list(RunFolder(run.out).state("tmp").iterdir())
 
 

@@ -10,6 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import cast
 
@@ -180,6 +181,8 @@ def _note_end(folder: RunFolder, attempt: str, code: int, reason: str) -> None:
         end_attempt(folder, attempt, code, reason)
     except OSError as error:
         print(f"note: the end of attempt {attempt} is not noted: {error}", file=sys.stderr)
+    with suppress(OSError):  # what is not committed stays for the next start to sweep
+        folder.tmp(attempt).rmdir()
 
 
 def _work(
