@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import fake
@@ -19,6 +20,9 @@ import pytest
 from runs import Run, kill, prompts, rows_of, write_jsonl
 
 from ddbatch.data import sink as sink_module
+from ddbatch.data.folder import RunFolder
+from ddbatch.data.manifest import Manifest
+from ddbatch.jobs import generate as generate_module
 
 Captured = pytest.CaptureFixture[str]
 
@@ -282,6 +286,25 @@ def test_two_starts_at_the_same_instant_make_one_run(tmp_path: Path) -> None:
         assert process.returncode == 0, said
     assert run.all_keys() == rows_of(60)
     assert run("job=check") == 0
+
+
+def test_who_starts_a_moment_later_takes_the_template_date_of_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = generate_module.create_manifest
+
+    def second(folder: RunFolder, attempt: str, manifest: Manifest) -> Manifest:
+        earlier = replace(manifest, template_date="2026-01-01T00:00:00")
+        identity = {**manifest.identity, "data.template_date": earlier.template_date}
+        real(folder, "f" * 12, replace(earlier, identity=identity))
+        return real(folder, attempt, manifest)
+
+    monkeypatch.setattr(generate_module, "create_manifest", second)
+    run = Run(tmp_path, prompts(5))
+    dated = "{% for m in messages %}<s> {{ m.content }} {{ strftime_now('w%m') }}{% endfor %}"
+    fake.write_tokenizer(run.model, dated)
+    assert run() == 0
+    assert {row["prompt_token_ids"][-1] for row in run.table()} == {0}  # w01 is no word
 
 
 def test_two_different_runs_started_at_the_same_instant_do_not_mix(tmp_path: Path) -> None:

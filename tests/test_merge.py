@@ -23,7 +23,7 @@ from merge_runs import SCHEMA, MadeRun, Row, completion, key_of, make_run, rejec
 
 from ddbatch.config import Config, MergeConfig
 from ddbatch.core import Key, RunError
-from ddbatch.data import merging, parts, publishing
+from ddbatch.data import merging, parquet, parts, publishing
 from ddbatch.data.columns import KeptColumn
 from ddbatch.data.folder import RunFolder, StateError
 from ddbatch.data.schema import completions_schema
@@ -76,7 +76,7 @@ def make_small(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(merge, "_CHUNK_ROWS", 3)
     patch.setattr(parts, "_BATCH_ROWS", 2)
     patch.setattr(parts, "_HELD_PARTS", 2)
-    patch.setattr(publishing, "_GROUP_ROWS", 5)
+    patch.setattr(parquet, "GROUP_ROWS", 5)
 
 
 def test_rows_come_in_the_order_of_their_keys_whatever_part_they_are_in(
@@ -668,7 +668,7 @@ def make_large(place: Path, num_shards: int) -> RunFolder:
 
 def test_memory_does_not_grow_with_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(merging, "STRETCH_ROWS", 2000)
-    monkeypatch.setattr(publishing, "_GROUP_BYTES", 4 << 20)
+    monkeypatch.setattr(parquet, "GROUP_BYTES", 4 << 20)
     monkeypatch.setattr(merge, "_CHUNK_BYTES", 1 << 20)
     peaks = {}
     take, arrow = parts.Rows.take, [0]

@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddbatch.core import Completion, Key, Prompt, Rejected
-from ddbatch.data import schema
+from ddbatch.data import parquet
 from ddbatch.data.columns import KeptColumn
+from ddbatch.data.parquet import TableRow, write_table
 from ddbatch.data.schema import (
     FinishedRow,
     acceptance_row,
@@ -25,7 +26,6 @@ from ddbatch.data.schema import (
     kept_columns,
     rejected_row,
     rejected_schema,
-    write_table,
 )
 
 STORE = ("prompt_ids", "acceptance")
@@ -75,7 +75,7 @@ def rejected(row_id: int) -> Rejected:
     return Rejected(Key(row_id, 0, 0), "bad_text", "a \ud800 in it", f"user-{row_id}", raw_json)
 
 
-def read_back(rows: Sequence[schema.TableRow], kind: pa.Schema, folder: Path) -> pa.Table:
+def read_back(rows: Sequence[TableRow], kind: pa.Schema, folder: Path) -> pa.Table:
     write_table(rows, kind, folder / "x.parquet")
     return pq.read_table(folder / "x.parquet")
 
@@ -272,17 +272,17 @@ def test_row_groups_stay_within_both_bounds(
 ) -> None:
     rows = [completions_row(finished(n, text="x" * 997), FULL) for n in range(33)]
     sizes = {}
-    for bound, value in (("_GROUP_ROWS", 5), ("_GROUP_BYTES", 10_000), ("_GROUP_BYTES", 10)):
+    for bound, value in (("GROUP_ROWS", 5), ("GROUP_BYTES", 10_000), ("GROUP_BYTES", 10)):
         with monkeypatch.context() as patch:
-            patch.setattr(schema, bound, value)
+            patch.setattr(parquet, bound, value)
             write_table(rows, FULL, tmp_path / "x.parquet")
         metadata = pq.ParquetFile(tmp_path / "x.parquet").metadata
         groups = [metadata.row_group(at).num_rows for at in range(metadata.num_row_groups)]
         assert sum(groups) == 33
         sizes[bound, value] = max(groups)
-    assert sizes["_GROUP_ROWS", 5] <= 5
-    assert sizes["_GROUP_BYTES", 10_000] in range(2, 10)
-    assert sizes["_GROUP_BYTES", 10] == 1
+    assert sizes["GROUP_ROWS", 5] <= 5
+    assert sizes["GROUP_BYTES", 10_000] in range(2, 10)
+    assert sizes["GROUP_BYTES", 10] == 1
     read = pq.read_table(tmp_path / "x.parquet").to_pylist()
     rounded = {"mean_acceptance_length": pytest.approx(8 / 3)}
     assert read == [{**row, **rounded} for row in rows]

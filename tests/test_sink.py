@@ -14,10 +14,11 @@ import pytest
 from test_schema import FULL, finished, rejected
 
 from ddbatch.core import Key, Rejected, RunError
-from ddbatch.data import schema, sink
+from ddbatch.data import sink
 from ddbatch.data.commits import read_shard, recover
 from ddbatch.data.folder import RunFolder
-from ddbatch.data.schema import FinishedRow, acceptance_schema, rejected_schema, write_table
+from ddbatch.data.parquet import TableRow, write_table
+from ddbatch.data.schema import FinishedRow, acceptance_schema, rejected_schema
 from ddbatch.data.sink import Sink
 
 SCHEMAS = {"completions": FULL, "acceptance": acceptance_schema(), "rejected": rejected_schema()}
@@ -185,7 +186,7 @@ def test_a_tmp_folder_that_was_swept_loses_the_part_and_nothing_else(
     out = make_sink(tmp_path)
     add(out, finished(0))
 
-    def sweep(rows: Sequence[schema.TableRow], kind: pa.Schema, file: Path) -> None:
+    def sweep(rows: Sequence[TableRow], kind: pa.Schema, file: Path) -> None:
         for other in file.parent.iterdir():
             other.unlink()
         file.parent.rmdir()
@@ -207,7 +208,7 @@ def test_a_part_that_cannot_be_written_shows_no_file_and_leaves_none(
     assert out.commit_part(2) is not None
     add(out, finished(1), finished(2))
 
-    def cut_short(rows: Sequence[schema.TableRow], kind: pa.Schema, file: Path) -> None:
+    def cut_short(rows: Sequence[TableRow], kind: pa.Schema, file: Path) -> None:
         write_table(rows[:1], kind, file)
 
     monkeypatch.setattr(sink, "write_table", cut_short)

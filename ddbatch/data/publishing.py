@@ -15,12 +15,12 @@ from types import TracebackType
 from typing import BinaryIO, Literal
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from ddbatch.core import RunError
+from ddbatch.data import parquet
 from ddbatch.data.folder import sync
 from ddbatch.data.json_lines import json_features, json_lines
-from ddbatch.data.schema import _GROUP_BYTES, _GROUP_ROWS, _REPEATING
+from ddbatch.data.parquet import open_writer, row_groups
 
 FileType = Literal["parquet", "jsonl"]
 
@@ -104,7 +104,7 @@ class DataSet:
         self._pending.append(table)
         num_bytes = sum(part.nbytes for part in self._pending)
         num_rows = sum(part.num_rows for part in self._pending)
-        if num_bytes >= self._group_bytes or num_rows >= _GROUP_ROWS:
+        if num_bytes >= self._group_bytes or num_rows >= parquet.GROUP_ROWS:
             self._flush()
 
     def finish(self) -> None:
@@ -127,7 +127,7 @@ class DataSet:
 
     @property
     def _group_bytes(self) -> int:
-        return min(_GROUP_BYTES, self._file_bytes)
+        return min(parquet.GROUP_BYTES, self._file_bytes)
 
     def _flush(self) -> None:
         if not self._pending:
@@ -169,14 +169,7 @@ class _ParquetFile:
 
     def __init__(self, path: Path, schema: pa.Schema) -> None:
         self.path = path
-        self._writer = pq.ParquetWriter(
-            path,
-            schema,
-            compression="zstd",
-            compression_level=3,
-            use_dictionary=[*_REPEATING, "conversations.list.element.from"],
-            write_page_index=True,
-        )
+        self._writer = open_writer(path, schema)
 
     def write(self, group: pa.Table) -> None:
         self._writer.write_table(group, row_group_size=group.num_rows)
@@ -206,16 +199,6 @@ class _JsonlFile:
 
     def close(self) -> None:
         self._file.close()
-
-
-def row_groups(table: pa.Table, max_bytes: int) -> Iterator[pa.Table]:
-    """The table in groups within both bounds, halved until they fit."""
-    if table.num_rows == 1 or (table.num_rows <= _GROUP_ROWS and table.nbytes <= max_bytes):
-        yield table
-        return
-    half = table.num_rows // 2
-    yield from row_groups(table.slice(0, half), max_bytes)
-    yield from row_groups(table.slice(half), max_bytes)
 
 
 def make_card(schema: pa.Schema, file_type: FileType, facts: Mapping[str, str]) -> str:

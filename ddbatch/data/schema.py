@@ -1,21 +1,20 @@
-"""The three tables of a run: their columns, how a finished row fills them, how a file is written.
+"""The three tables of a run: their columns, and how a finished row fills them.
 
-Knows types and Parquet settings. Knows nothing about folders, parts or when a file is written.
+Knows types. Knows nothing about folders, parts or files.
 """
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from ddbatch.core import Completion, Prompt, Rejected
 from ddbatch.data.columns import KeptColumn, dump_json, escape_surrogates
+from ddbatch.data.parquet import TableRow
 
 SCHEMA_VERSION = 1
 STORED = ("prompt_ids", "acceptance")
@@ -24,30 +23,8 @@ KEY_FIELDS = (("row_id", pa.int64()), ("turn", pa.int16()), ("sample", pa.int16(
 # What tool use adds to a message; tool_calls as JSON, since arguments have no common type.
 _TOOL_FIELDS = ("name", "tool_calls", "tool_call_id")
 _DRAFTED = pa.struct([("rounds", pa.int32()), ("drafted", pa.int32())])
-# Column paths whose values repeat; text, ids and scores would only fill a dictionary to no use.
-_REPEATING = (
-    "turn",
-    "sample",
-    "messages.list.element.role",
-    "finish_reason",
-    "stop_reason",
-    "max_new_tokens",
-    "seed",
-    "slot",
-    "accepted.list.element",
-    "depth.list.element",
-    "drafted.list.element.drafted",
-    "histogram.list.element",
-    "code",
-)
-# A reader holds one row group at a time, and 2 GiB of text would overflow the offsets of `string`.
-_GROUP_ROWS = 50_000
-_GROUP_BYTES = 64 << 20
-
 # How the schema marks the kept input columns.
 _KEPT, _KEPT_AS_JSON = {"ddbatch": "kept"}, {"ddbatch": "kept, JSON"}
-
-TableRow = Mapping[str, object]
 
 
 @dataclass(frozen=True)
@@ -258,31 +235,3 @@ def _text(content: str | Sequence[Mapping[str, str]] | None) -> str | None:
     if content is None or isinstance(content, str):
         return content
     return "".join(part["text"] for part in content)
-
-
-def write_table(rows: Sequence[TableRow], schema: pa.Schema, file: Path) -> None:
-    """Write one Parquet file; each row has exactly the schema's columns."""
-    assert rows, f"{file.name}: a file without rows cannot be loaded with datasets"
-    for row in rows:
-        assert list(row) == schema.names, f"{file.name}: {list(row)} is not {schema.names}"
-    table = pa.Table.from_pylist(rows, schema=schema)
-    with pq.ParquetWriter(
-        file,
-        schema,
-        compression="zstd",
-        compression_level=3,
-        use_dictionary=list(_REPEATING),
-        write_page_index=True,
-    ) as writer:
-        for group in _groups(table):
-            writer.write_table(group, row_group_size=group.num_rows)
-
-
-def _groups(table: pa.Table) -> Iterator[pa.Table]:
-    """The table in row groups within both bounds, halved until they fit."""
-    if table.num_rows == 1 or (table.num_rows <= _GROUP_ROWS and table.nbytes <= _GROUP_BYTES):
-        yield table
-        return
-    half = table.num_rows // 2
-    yield from _groups(table.slice(0, half))
-    yield from _groups(table.slice(half))

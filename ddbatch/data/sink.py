@@ -27,13 +27,12 @@ from ddbatch.data.commits import (
     roll_forward,
 )
 from ddbatch.data.folder import RunFolder, sync
+from ddbatch.data.parquet import TableRow, write_table
 from ddbatch.data.schema import (
     FinishedRow,
-    TableRow,
     acceptance_row,
     completions_row,
     rejected_row,
-    write_table,
 )
 
 # A part is closed before its rows need much more memory than this.

@@ -67,6 +67,9 @@ def generate(config: Config, open_pair: OpenPair) -> int:
         log = start.scanned.log
         decoder = start.setting.pair.load(log.num_rows * log.samples)
         manifest = _create(config, folder, attempt, start)
+        if manifest.template_date != start.setting.template_date:
+            # Another worker started a moment before: its moment is the run's.
+            start = _look(config, open_pair, folder, manifest)
     opening.refuse_another_run(config, manifest, start.identity)
     try:
         inputs, tally = _open_state(config, folder, attempt, start)
