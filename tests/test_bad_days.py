@@ -294,17 +294,17 @@ def test_who_starts_a_moment_later_takes_the_template_date_of_the_first(
     real = generate_module.create_manifest
 
     def second(folder: RunFolder, attempt: str, manifest: Manifest) -> Manifest:
-        earlier = replace(manifest, template_date="2026-01-01T00:00:00")
+        earlier = replace(manifest, template_date="2011-01-01T00:00:00")
         identity = {**manifest.identity, "data.template_date": earlier.template_date}
         real(folder, "f" * 12, replace(earlier, identity=identity))
         return real(folder, attempt, manifest)
 
     monkeypatch.setattr(generate_module, "create_manifest", second)
     run = Run(tmp_path, prompts(5))
-    dated = "{% for m in messages %}<s> {{ m.content }} {{ strftime_now('w%m') }}{% endfor %}"
+    dated = "{% for m in messages %}<s> {{ m.content }} {{ strftime_now('w%y') }}{% endfor %}"
     fake.write_tokenizer(run.model, dated)
     assert run() == 0
-    assert {row["prompt_token_ids"][-1] for row in run.table()} == {0}  # w01 is no word
+    assert {row["prompt_token_ids"][-1] for row in run.table()} == {15}  # w11
 
 
 def test_two_different_runs_started_at_the_same_instant_do_not_mix(tmp_path: Path) -> None:
