@@ -10,7 +10,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerFast
 
 from ddbatch.core import Key, Prompt
-from ddbatch.data.batching import Encoded, PromptEncoder
+from ddbatch.data.batching.encoder import Encoded, PromptEncoder
 
 VOCAB_SIZE = 1000
 

@@ -21,7 +21,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
 from ddbatch.core import Completion, Rejected, RowSampling, ShapePlan, TokenPrompt
-from ddbatch.jobs.decoder import DecoderFigures
+from ddbatch.jobs.generating.decoder import DecoderFigures
 
 VOCAB = 97
 EOS = 1

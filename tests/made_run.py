@@ -17,10 +17,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ddbatch.core import Completion, Key, Prompt, Rejected, Shard
-from ddbatch.data.columns import Columns
+from ddbatch.data.batching.columns import Columns
 from ddbatch.data.commits import read_shard
 from ddbatch.data.folder import RunFolder
-from ddbatch.data.input_log import Entry, InputFile, append_entry
 from ddbatch.data.manifest import Manifest, create_manifest
 from ddbatch.data.records import Record, to_json
 from ddbatch.data.schema import (
@@ -30,6 +29,7 @@ from ddbatch.data.schema import (
     rejected_schema,
 )
 from ddbatch.data.sink import Sink
+from ddbatch.data.source.log import Entry, InputFile, append_entry
 
 CAP = 12
 DRAFTED = 4

@@ -11,12 +11,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ddbatch.core import Key, Shard
-from ddbatch.data.columns import Columns
+from ddbatch.data.batching.columns import Columns
 from ddbatch.data.commits import PartCounts, PartFile, Record, blocks_of, commit
 from ddbatch.data.folder import RunFolder
-from ddbatch.data.input_log import Entry, InputFile, append_entry
 from ddbatch.data.manifest import Manifest, create_manifest
 from ddbatch.data.schema import completions_schema, rejected_schema
+from ddbatch.data.source.log import Entry, InputFile, append_entry
 
 ATTEMPT = "0123456789ab"
 SCHEMA = completions_schema(keep=(), store=("prompt_ids",), has_tools=False)

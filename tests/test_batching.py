@@ -25,8 +25,8 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from ddbatch.core import Key, Rejected, RowSampling
-from ddbatch.data.batching import Encoded, OnLong, PromptEncoder
-from ddbatch.data.columns import Columns
+from ddbatch.data.batching.columns import Columns
+from ddbatch.data.batching.encoder import Encoded, OnLong, PromptEncoder
 
 REAL = Path(__file__).parents[2] / "shared" / "models" / "smollm2-135m-instruct"
 
@@ -270,7 +270,7 @@ def test_a_template_cannot_reach_out_of_its_sandbox(tmp_path: Path) -> None:
 
 
 def test_the_data_room_imports_neither_torch_nor_transformers() -> None:
-    rooms = ("prompts", "batching", "schema", "sink")
+    rooms = ("batching.prompts", "batching.encoder", "schema", "sink", "export.merging")
     program = "; ".join(f"import ddbatch.data.{room}" for room in rooms)
     program += "; import sys; print(sorted({'torch', 'transformers', 'triton'} & set(sys.modules)))"
     done = subprocess.run(

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddbatch.data.column_types import (
+from ddbatch.data.batching.columns import ColumnType
+from ddbatch.data.source.column_types import (
     JSON,
     Column,
     columns_of_schema,
@@ -18,8 +19,7 @@ from ddbatch.data.column_types import (
     encode_type,
     merge_columns,
 )
-from ddbatch.data.columns import ColumnType
-from ddbatch.data.formats_jsonl import scan_lines
+from ddbatch.data.source.jsonl import scan_lines
 
 
 def test_types_of_jsonl_columns_are_those_that_all_values_have() -> None:

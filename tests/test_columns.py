@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from json_values import json_values
 
 from ddbatch.core import Key, Prompt, Rejected
-from ddbatch.data.columns import (
+from ddbatch.data.batching.columns import (
     MAX_DEPTH,
     BadRow,
     Columns,
@@ -23,7 +23,7 @@ from ddbatch.data.columns import (
     dump_json,
     parse_line,
 )
-from ddbatch.data.prompts import to_prompt
+from ddbatch.data.batching.prompts import to_prompt
 
 KEY = Key(4, 0, 0)
 TEXT = Columns("prompt", "text")

@@ -16,10 +16,10 @@ from fake import write_tokenizer
 
 from ddbatch.__main__ import main
 from ddbatch.config import Config
-from ddbatch.jobs.costs import Totals, disk_bytes
 from ddbatch.jobs.estimate import run
-from ddbatch.jobs.histogram import Lengths
-from ddbatch.jobs.measuring import Repeats
+from ddbatch.jobs.estimating.costs import Totals, disk_bytes
+from ddbatch.jobs.estimating.histogram import Lengths
+from ddbatch.jobs.estimating.measuring import Repeats
 from ddbatch.jobs.show import clipped, clipped_ids, duration, facts, number, share, size
 
 Captured = pytest.CaptureFixture[str]

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddbatch.data.columns import KeptColumn
-from ddbatch.data.exports import FORMATS, Export, Tally, export_rows, plan_export
-from ddbatch.data.json_lines import json_features, json_lines
-from ddbatch.data.reasoning import Answer, split_reasoning
+from ddbatch.data.batching.columns import KeptColumn
+from ddbatch.data.export.exports import FORMATS, Export, Tally, export_rows, plan_export
+from ddbatch.data.export.json_lines import json_features, json_lines
+from ddbatch.data.export.reasoning import Answer, split_reasoning
 from ddbatch.data.schema import completions_schema
 
 KEPT = (KeptColumn("prompt", pa.string(), False), KeptColumn("topic", pa.int64(), False))

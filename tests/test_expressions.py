@@ -9,7 +9,7 @@ import random
 import pyarrow as pa
 import pytest
 
-from ddbatch.data.expressions import parse_filter
+from ddbatch.data.export.expressions import parse_filter
 
 TABLE = pa.table(
     {

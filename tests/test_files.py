@@ -18,11 +18,11 @@ import pytest
 
 from ddbatch.core import Key
 from ddbatch.data.commits import commit
-from ddbatch.data.files import Listing, list_inputs
 from ddbatch.data.folder import RunFolder
-from ddbatch.data.formats import Select
-from ddbatch.data.inputs import scan
 from ddbatch.data.records import PartCounts, PartFile, Record, blocks_of
+from ddbatch.data.source.files import Listing, list_inputs
+from ddbatch.data.source.formats import Select
+from ddbatch.data.source.inputs import scan
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -252,7 +252,8 @@ def test_an_earlier_run_without_such_rows_says_so(tmp_path: Path) -> None:
 def test_the_two_hub_libraries_are_imported_only_for_a_hub_data_set(tmp_path: Path) -> None:
     touch(tmp_path, "x.jsonl")
     program = (
-        "import sys; from ddbatch.data.inputs import scan; from ddbatch.data.files import *; "
+        "import sys; from ddbatch.data.source.inputs import scan; "
+        "from ddbatch.data.source.files import *; "
         f"found = list_inputs({str(tmp_path)!r}, name=None, revision=None, split='train', "
         "select='all'); inputs = scan(found, limit=None, samples=1, shard_rows=1); "
         "print(len(list(inputs.rows(0, 1))), "

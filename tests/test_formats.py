@@ -21,9 +21,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from input_files import FORMATS, write
 
-from ddbatch.data import formats_jsonl
-from ddbatch.data.columns import BadRow, ColumnType, Row
-from ddbatch.data.formats import (
+from ddbatch.data.batching.columns import BadRow, ColumnType, Row
+from ddbatch.data.source import jsonl as formats_jsonl
+from ddbatch.data.source.formats import (
     READ_ERRORS,
     FileScan,
     ScanCancelledError,

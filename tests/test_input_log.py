@@ -13,14 +13,15 @@ import pytest
 from input_files import write
 
 from ddbatch.core import RunError, Shard
-from ddbatch.data import input_looks, inputs
-from ddbatch.data.column_types import JSON, Column
-from ddbatch.data.columns import ColumnType, Row
-from ddbatch.data.files import list_inputs
+from ddbatch.data.batching.columns import ColumnType, Row
 from ddbatch.data.folder import RunFolder, StateError, link_new
-from ddbatch.data.input_cache import load_index, load_verified, save_index, save_verified
-from ddbatch.data.input_log import EMPTY, Entry, InputFile, append_entry, read_log
-from ddbatch.data.inputs import Inputs, open_log
+from ddbatch.data.source import inputs
+from ddbatch.data.source import looks as input_looks
+from ddbatch.data.source.cache import load_index, load_verified, save_index, save_verified
+from ddbatch.data.source.column_types import JSON, Column
+from ddbatch.data.source.files import list_inputs
+from ddbatch.data.source.inputs import Inputs, open_log
+from ddbatch.data.source.log import EMPTY, Entry, InputFile, append_entry, read_log
 
 COLUMNS = (Column("a", JSON), Column("\u00e9\udcff", ColumnType(pa.list_(pa.int8()), False)))
 

@@ -15,13 +15,14 @@ from hypothesis import strategies as st
 from input_files import FORMATS, write
 
 from ddbatch.core import RunError, Shard
-from ddbatch.data import formats, input_looks
-from ddbatch.data.columns import ColumnType, Row
-from ddbatch.data.files import Listing, list_inputs
+from ddbatch.data.batching.columns import ColumnType, Row
 from ddbatch.data.folder import RunFolder
-from ddbatch.data.growth import Grow
-from ddbatch.data.input_log import read_log
-from ddbatch.data.inputs import Inputs, open_log, scan
+from ddbatch.data.source import formats
+from ddbatch.data.source import looks as input_looks
+from ddbatch.data.source.files import Listing, list_inputs
+from ddbatch.data.source.growth import Grow
+from ddbatch.data.source.inputs import Inputs, open_log, scan
+from ddbatch.data.source.log import read_log
 
 Rows = list[dict[str, object]]
 

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from json_values import json_values
 
-from ddbatch.data.columns import Fault, KeptColumn
-from ddbatch.data.kept import kept_value
+from ddbatch.data.batching.columns import Fault, KeptColumn
+from ddbatch.data.batching.kept import kept_value
 
 
 def kept(value: object, kind: pa.DataType, *, is_json: bool = False) -> object:

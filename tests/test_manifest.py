@@ -11,7 +11,7 @@ import pytest
 from test_schema import STORE
 
 from ddbatch.core import RunError
-from ddbatch.data.columns import Columns, KeptColumn
+from ddbatch.data.batching.columns import Columns, KeptColumn
 from ddbatch.data.folder import RunFolder
 from ddbatch.data.manifest import Manifest, card, create_manifest, read_manifest
 from ddbatch.data.schema import acceptance_schema, completions_schema, rejected_schema

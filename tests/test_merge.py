@@ -23,8 +23,9 @@ from merge_runs import SCHEMA, MadeRun, Row, completion, key_of, make_run, rejec
 
 from ddbatch.config import Config, MergeConfig
 from ddbatch.core import Key, RunError
-from ddbatch.data import merging, parquet, parts, publishing
-from ddbatch.data.columns import KeptColumn
+from ddbatch.data import parquet
+from ddbatch.data.batching.columns import KeptColumn
+from ddbatch.data.export import merging, parts, publishing
 from ddbatch.data.folder import RunFolder, StateError
 from ddbatch.data.schema import completions_schema
 from ddbatch.jobs import merge
@@ -459,7 +460,7 @@ def test_a_killed_merge_leaves_no_output_and_can_be_done_again(
     code = (
         "import os, signal\n"
         "from ddbatch.config import Config, MergeConfig\n"
-        "from ddbatch.data import publishing\n"
+        "from ddbatch.data.export import publishing\n"
         "from ddbatch.jobs.merge import run\n"
         "publishing.make_card = lambda *about: os.kill(os.getpid(), signal.SIGKILL)\n"
         f"config = Config(job='merge', output_dir={str(folder.place)!r})\n"

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 import pyarrow as pa
 
 from ddbatch.core import Key, Prompt, Rejected
-from ddbatch.data.columns import MAX_DEPTH, Columns, Row, dump_json
-from ddbatch.data.prompts import to_prompt
+from ddbatch.data.batching.columns import MAX_DEPTH, Columns, Row, dump_json
+from ddbatch.data.batching.prompts import to_prompt
 
 CHAT = Columns("messages", "messages", tools_column="tools")
 USER = {"role": "user", "content": "h\u00e9", "name": "N"}

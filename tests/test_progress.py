@@ -7,8 +7,8 @@ import re
 import pytest
 from test_schema import finished, rejected
 
-from ddbatch.jobs.progress import Progress, span
-from ddbatch.jobs.tally import Tally
+from ddbatch.jobs.generating.progress import Progress, span
+from ddbatch.jobs.generating.tally import Tally
 
 
 class Clock:

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from ddbatch.checks import RULES
 from ddbatch.core import Key, Prompt, Rejected, RowSampling
-from ddbatch.data.columns import Columns, Fault, Row
-from ddbatch.data.prompts import to_prompt
-from ddbatch.data.row_sampling import read_row_sampling
+from ddbatch.data.batching.columns import Columns, Fault, Row
+from ddbatch.data.batching.prompts import to_prompt
+from ddbatch.data.batching.row_sampling import read_row_sampling
 
 FULL = {
     "temperature": 0.5,

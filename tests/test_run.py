@@ -14,8 +14,8 @@ from runs import Run, key_of, prompts, rows_of, write_jsonl
 
 from ddbatch.core import Key
 from ddbatch.data.folder import RunFolder
-from ddbatch.jobs import feed as feed_module
-from ddbatch.jobs import worker as worker_module
+from ddbatch.jobs.generating import feed as feed_module
+from ddbatch.jobs.generating import worker as worker_module
 
 Captured = pytest.CaptureFixture[str]
 

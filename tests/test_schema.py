@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from ddbatch.core import Completion, Key, Prompt, Rejected
 from ddbatch.data import parquet
-from ddbatch.data.columns import KeptColumn
+from ddbatch.data.batching.columns import KeptColumn
 from ddbatch.data.parquet import TableRow, write_table
 from ddbatch.data.schema import (
     FinishedRow,

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddbatch.core import Shard
-from ddbatch.data.input_log import InputFile
-from ddbatch.data.shards import cut_shards
+from ddbatch.data.source.log import InputFile
+from ddbatch.data.source.shards import cut_shards
 
 
 @settings(max_examples=60, deadline=None)

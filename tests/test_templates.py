@@ -27,9 +27,9 @@ from transformers import PreTrainedTokenizerFast
 from transformers.utils import chat_template_utils
 
 from ddbatch.core import Prompt
-from ddbatch.data.batching import PromptEncoder
-from ddbatch.data.columns import Fault
-from ddbatch.data.template import ChatTemplate, parse_template_date
+from ddbatch.data.batching.columns import Fault
+from ddbatch.data.batching.encoder import PromptEncoder
+from ddbatch.data.batching.template import ChatTemplate, parse_template_date
 
 DATE = datetime(2026, 3, 9, 8, 7, 6)
 PREFIX: Message = {"role": "assistant", "content": "I <think> so & 'no'  "}

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddbatch.core import Key, Prompt, Rejected
-from ddbatch.data.columns import Columns, Row
-from ddbatch.data.prompts import to_prompt
-from ddbatch.data.turns import Turns, num_turns, prompt_for_turn
+from ddbatch.data.batching.columns import Columns, Row
+from ddbatch.data.batching.prompts import to_prompt
+from ddbatch.data.batching.turns import Turns, num_turns, prompt_for_turn
 
 COLUMNS = Columns("messages", "messages")
 MODES: tuple[Turns, ...] = ("last", "all", "continue")

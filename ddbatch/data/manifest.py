@@ -14,7 +14,7 @@ from typing import cast
 
 import pyarrow as pa
 
-from ddbatch.data.columns import Columns, PromptKind
+from ddbatch.data.batching.columns import Columns, PromptKind
 from ddbatch.data.folder import RunFolder, StateError, write_new
 from ddbatch.data.reload_mark import card_configs
 from ddbatch.data.schema import kept_columns

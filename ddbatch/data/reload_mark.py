@@ -19,13 +19,11 @@ from ddbatch.data.folder import STATE, RunFolder
 def renew_mark(folder: RunFolder) -> None:
     """Call after parts have become visible, or gone; does nothing before the run's first start."""
     try:
-        manifest = json.loads(folder.manifest.read_bytes())
-    except FileNotFoundError:
-        return
+        tables = list(json.loads(folder.manifest.read_bytes())["schemas"])
+    except (FileNotFoundError, ValueError, KeyError):
+        return  # one that cannot be read is told by who needs it
     word = uuid.uuid4().hex[:12]
-    configs = [
-        {**config, "description": f"state {word}"} for config in card_configs(manifest["schemas"])
-    ]
+    configs = [{**config, "description": f"state {word}"} for config in card_configs(tables)]
     tmp = folder.place / STATE / f".mark-{word}"
     tmp.write_text(json.dumps({"configs": configs}) + "\n", encoding="utf-8")  # JSON is YAML
     os.replace(tmp, folder.place / ".huggingface.yaml")

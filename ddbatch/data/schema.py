@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import pyarrow as pa
 
 from ddbatch.core import Completion, Prompt, Rejected
-from ddbatch.data.columns import KeptColumn, dump_json, escape_surrogates
+from ddbatch.data.batching.columns import KeptColumn, dump_json, escape_surrogates
 from ddbatch.data.parquet import TableRow
 
 SCHEMA_VERSION = 1

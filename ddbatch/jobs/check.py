@@ -11,11 +11,11 @@ from collections.abc import Sequence
 
 from ddbatch.config import Config
 from ddbatch.core import ExitCode, RunError
-from ddbatch.data.checking import check_claims, check_names, check_part, final_files
+from ddbatch.data.checking.parts import check_claims, check_names, check_part, final_files
 from ddbatch.data.commits import recover, shards_with_records
-from ddbatch.data.input_log import InputLog, read_log
 from ddbatch.data.manifest import read_manifest
 from ddbatch.data.records import Record
+from ddbatch.data.source.log import InputLog, read_log
 from ddbatch.jobs.reading import existing_run
 from ddbatch.jobs.show import counted, duration, facts, size
 from ddbatch.jobs.ticker import Ticker

@@ -11,16 +11,16 @@ from typing import cast
 
 from ddbatch.config import Config
 from ddbatch.core import ExitCode
-from ddbatch.data.batching import OnLong, PromptEncoder
-from ddbatch.data.columns import Columns
-from ddbatch.data.files import list_inputs
-from ddbatch.data.formats import Select
-from ddbatch.data.input_log import InputLog
-from ddbatch.data.inputs import Inputs, scan
-from ddbatch.data.turns import Turns
-from ddbatch.jobs.costs import ID_BYTES, TEXT_BYTES, Totals, disk_bytes, scale_up
-from ddbatch.jobs.measuring import Bounds, Measured, ShownPrompt, batches, measure
-from ddbatch.jobs.opening import look_at_columns, open_encoder, pin_date
+from ddbatch.data.batching.columns import Columns
+from ddbatch.data.batching.encoder import OnLong, PromptEncoder
+from ddbatch.data.batching.turns import Turns
+from ddbatch.data.source.files import list_inputs
+from ddbatch.data.source.formats import Select
+from ddbatch.data.source.inputs import Inputs, scan
+from ddbatch.data.source.log import InputLog
+from ddbatch.jobs.estimating.costs import ID_BYTES, TEXT_BYTES, Totals, disk_bytes, scale_up
+from ddbatch.jobs.estimating.measuring import Bounds, Measured, ShownPrompt, batches, measure
+from ddbatch.jobs.generating.opening import look_at_columns, open_encoder, pin_date
 from ddbatch.jobs.show import (
     clipped,
     clipped_ids,

@@ -19,29 +19,29 @@ from ddbatch.checks import check_built
 from ddbatch.config import Config
 from ddbatch.core import ExitCode, RunError, Shard
 from ddbatch.data.attempts import end_attempt, new_attempt, start_attempt
-from ddbatch.data.batching import OnLong
+from ddbatch.data.batching.encoder import OnLong
+from ddbatch.data.batching.turns import Turns
 from ddbatch.data.commits import clean_tmp, recover
-from ddbatch.data.files import Listing, list_inputs
 from ddbatch.data.folder import RunFolder, check_hard_links
-from ddbatch.data.formats import Select
-from ddbatch.data.growth import Grow
-from ddbatch.data.input_log import read_log
-from ddbatch.data.inputs import Inputs, open_log, scan
 from ddbatch.data.manifest import Manifest, create_manifest
 from ddbatch.data.reload_mark import renew_mark
 from ddbatch.data.repair import repair
 from ddbatch.data.rounds import RoundsLog
 from ddbatch.data.sink import Sink
-from ddbatch.data.turns import Turns
-from ddbatch.jobs import opening
-from ddbatch.jobs.decoder import Decoder, Pair
-from ddbatch.jobs.feed import Feed, Limits
-from ddbatch.jobs.opening import Setting
-from ddbatch.jobs.progress import Progress
+from ddbatch.data.source.files import Listing, list_inputs
+from ddbatch.data.source.formats import Select
+from ddbatch.data.source.growth import Grow
+from ddbatch.data.source.inputs import Inputs, open_log, scan
+from ddbatch.data.source.log import read_log
+from ddbatch.jobs.generating import opening
+from ddbatch.jobs.generating.decoder import Decoder, Pair
+from ddbatch.jobs.generating.feed import Feed, Limits
+from ddbatch.jobs.generating.opening import Setting
+from ddbatch.jobs.generating.progress import Progress
+from ddbatch.jobs.generating.summary import done_text, left_text, print_summary
+from ddbatch.jobs.generating.tally import Tally
+from ddbatch.jobs.generating.worker import Worker
 from ddbatch.jobs.stopping import patient
-from ddbatch.jobs.summary import done_text, left_text, print_summary
-from ddbatch.jobs.tally import Tally
-from ddbatch.jobs.worker import Worker
 
 OpenPair = Callable[[Config, int | None], Pair]
 
@@ -52,7 +52,9 @@ def run(config: Config) -> int:
     RunError where the engine is broken or the disk refuses.
     """
     check_built(config)
-    from ddbatch.jobs.decoding import open_pair  # late: a refusal need not wait for torch
+    from ddbatch.jobs.generating.decoding import (
+        open_pair,  # late: a refusal need not wait for torch
+    )
 
     return generate(config, open_pair)
 

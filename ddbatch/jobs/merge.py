@@ -19,12 +19,12 @@ from ddbatch import __version__
 from ddbatch.checks import did_you_mean
 from ddbatch.config import Config, MergeConfig
 from ddbatch.core import ExitCode
-from ddbatch.data.digests import Seen
-from ddbatch.data.exports import REJECTED, Export, Tally, export_rows, plan_export
-from ddbatch.data.expressions import Filter, parse_filter
-from ddbatch.data.merging import Places, places_by_column, places_by_key
-from ddbatch.data.parts import Part, Rows
-from ddbatch.data.publishing import DataSet, check_place, leftovers
+from ddbatch.data.export.digests import Seen
+from ddbatch.data.export.exports import REJECTED, Export, Tally, export_rows, plan_export
+from ddbatch.data.export.expressions import Filter, parse_filter
+from ddbatch.data.export.merging import Places, places_by_column, places_by_key
+from ddbatch.data.export.parts import Part, Rows
+from ddbatch.data.export.publishing import DataSet, check_place, leftovers
 from ddbatch.jobs.merge_runs import Run, open_runs
 from ddbatch.jobs.show import aligned, size
 from ddbatch.jobs.ticker import Ticker

@@ -13,10 +13,10 @@ import pyarrow as pa
 
 from ddbatch.config import Config
 from ddbatch.data.commits import recover, shards_with_records
+from ddbatch.data.export.parts import Part, describe_part
 from ddbatch.data.folder import RunFolder
-from ddbatch.data.input_log import InputLog, read_log
 from ddbatch.data.manifest import Manifest, read_manifest
-from ddbatch.data.parts import Part, describe_part
+from ddbatch.data.source.log import InputLog, read_log
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from ddbatch.config import Config
 from ddbatch.core import ExitCode
 from ddbatch.data.attempts import read_attempts
 from ddbatch.data.commits import read_shard, shards_with_records
-from ddbatch.data.input_log import read_log
+from ddbatch.data.source.log import read_log
 from ddbatch.jobs.reading import existing_run
 from ddbatch.jobs.show import (
     aligned,

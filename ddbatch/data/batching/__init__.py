@@ -1,0 +1,1 @@
+"""What a row means: columns and turns become prompts, prompts become token ids."""

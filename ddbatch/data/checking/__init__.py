@@ -1,0 +1,1 @@
+"""A run read again: what must hold of every part."""

@@ -1,0 +1,1 @@
+"""A clean data set of finished runs: order, filter, formats, files."""

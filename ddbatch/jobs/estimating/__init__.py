@@ -1,0 +1,1 @@
+"""What job=estimate is made of."""

@@ -1,0 +1,1 @@
+"""What job=generate is made of."""

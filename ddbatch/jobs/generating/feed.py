@@ -1,0 +1,335 @@
+"""From shards to prompts for the engine, and from completions back to units that can be committed.
+
+A unit is all turns of one sample of one row: they depend on each other and are committed together.
+Knows shards, rows and prompts; knows nothing about the engine's state or about parts.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ddbatch.core import Completion, Key, Prompt, RejectCode, Rejected, Shard, TokenPrompt
+from ddbatch.data.batching.columns import BadRow, Columns, Row
+from ddbatch.data.batching.encoder import Encoded, OnLong, PromptEncoder
+from ddbatch.data.batching.prompts import to_prompt
+from ddbatch.data.batching.turns import Turns, num_turns, prompt_for_turn
+from ddbatch.data.schema import FinishedRow
+from ddbatch.data.source.inputs import Inputs
+from ddbatch.jobs.generating.decoder import Pair
+
+# Rows that are read, tokenised and sorted by length at a time: many static batches, little memory.
+WINDOW_ROWS = 2048
+# A straggler holds its shard open; so many may be, before the worker waits for the oldest.
+MAX_OPEN_SHARDS = 3
+# Ids that are remembered to warn of repeated ones.
+_MAX_IDS = 1_000_000
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds of a prompt. max_len: prompt and output tokens together. The rest: the run's options
+    (max_new_tokens, seed, data.on_long, data.turns, output.skip_special_tokens)."""
+
+    max_len: int
+    max_new_tokens: int
+    seed: int
+    on_long: OnLong
+    turns: Turns
+    skip_special_tokens: bool
+
+
+@dataclass
+class Unit:
+    """One sample of one row, with a result for each of its turns so far."""
+
+    shard: int
+    prompt: Prompt
+    sample: int
+    num_turns: int
+    results: list[FinishedRow | Rejected] = field(default_factory=list)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every turn has its result."""
+        return len(self.results) == self.num_turns
+
+
+@dataclass(frozen=True)
+class _Ready:
+    """A turn that can be decoded."""
+
+    unit: Unit
+    prompt: Prompt
+    encoded: Encoded
+    tokens: TokenPrompt
+
+    @property
+    def num_tokens(self) -> int:
+        """Length of the sequence when its cap is used up."""
+        return len(self.tokens.token_ids) + self.tokens.max_new_tokens
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """A turn's prompt and its ids, for any sample."""
+
+    prompt: Prompt
+    encoded: Encoded
+    max_new_tokens: int
+
+    def of(self, unit: Unit) -> _Ready:
+        """The same for one unit."""
+        key = self.prompt.key._replace(sample=unit.sample)
+        tokens = TokenPrompt(key, self.encoded.token_ids, self.max_new_tokens, self.prompt.sampling)
+        return _Ready(unit, replace(self.prompt, key=key), self.encoded, tokens)
+
+
+@dataclass
+class _OpenShard:
+    """A shard that is read: its rows still to come, and its units without a committed result."""
+
+    rows: Iterator[tuple[int, Row | BadRow]]
+    unfinished: NDArray[np.bool_]  # bool [num_rows, samples]
+    first_row: int
+    num_pending: int
+    is_read: bool = False
+
+
+class Feed:
+    """Prompts of the shards that are opened, longest first within a window; later turns first."""
+
+    def __init__(
+        self,
+        inputs: Inputs,
+        columns: Columns,
+        encoder: PromptEncoder,
+        pair: Pair,
+        limits: Limits,
+    ) -> None:
+        self._inputs, self._columns, self._encoder = inputs, columns, encoder
+        self._pair, self._limits = pair, limits
+        self._shards: dict[int, _OpenShard] = {}
+        self._later_turns: deque[_Ready] = deque()
+        self._window: deque[_Ready] = deque()
+        self._in_flight: dict[Key, _Ready] = {}
+        self._whole: deque[Unit] = deque()
+        self._ids: set[int] = set()
+        self.num_repeated_ids = 0
+
+    def open_shard(self, shard: Shard, finished: NDArray[np.bool_]) -> None:
+        """Feed a shard's units that are not finished; finished: bool [num_rows, samples]."""
+        unfinished = ~finished
+        self._shards[shard.index] = _OpenShard(
+            rows=self._read(shard, np.any(unfinished, axis=1)),
+            unfinished=unfinished,
+            first_row=shard.first_row,
+            num_pending=int(unfinished.sum()),
+        )
+
+    def drop_shard(self, shard: int) -> None:
+        """Forget a shard that another worker has; what is in flight for it will be ignored."""
+        del self._shards[shard]
+        self._window = deque(item for item in self._window if item.unit.shard != shard)
+        self._later_turns = deque(item for item in self._later_turns if item.unit.shard != shard)
+        self._whole = deque(unit for unit in self._whole if unit.shard != shard)
+
+    @property
+    def num_open(self) -> int:
+        """Shards with rows to read or units in flight."""
+        return len(self._shards)
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether an open shard has rows that were not read yet."""
+        return any(not shard.is_read for shard in self._shards.values())
+
+    @property
+    def num_waiting(self) -> int:
+        """Turns that were read and have no result yet."""
+        return len(self._later_turns) + len(self._window) + len(self._in_flight)
+
+    def ready(self, max_len: int, max_new_tokens: int) -> Iterator[TokenPrompt]:
+        """Prompts that can be decoded now and fit; ends, for now, at the first that does not."""
+        while True:
+            queue = self._later_turns or self._window
+            if not queue:
+                if not self.has_rows:
+                    return
+                self._read_window()
+                if not self._window:
+                    return
+                continue
+            item = queue[0]
+            if item.num_tokens > max_len or item.tokens.max_new_tokens > max_new_tokens:
+                return
+            queue.popleft()
+            self._in_flight[item.tokens.key] = item
+            yield item.tokens
+
+    def next_size(self) -> tuple[int, int] | None:
+        """Sequence length and cap that the next prompt needs; None if none can be had now."""
+        queue = self._later_turns or self._window
+        if not queue and self.has_rows:
+            self._read_window()
+            queue = self._window
+        return (queue[0].num_tokens, queue[0].tokens.max_new_tokens) if queue else None
+
+    def take_whole(self) -> Iterator[Unit]:
+        """Units whose every turn has a result, each once."""
+        while self._whole:
+            yield self._whole.popleft()
+
+    def settle(self, unit: Unit) -> None:
+        """A unit is in a part now."""
+        shard = self._shards[unit.shard]
+        shard.num_pending -= 1
+        assert shard.num_pending >= 0, unit.shard
+
+    def is_done(self, shard: int) -> bool:
+        """Whether every unit of an open shard is in a part."""
+        return self._shards[shard].num_pending == 0
+
+    def close_shard(self, shard: int) -> None:
+        """A shard is done."""
+        del self._shards[shard]
+
+    def finish(self, done: Completion) -> None:
+        """Take a completion: the unit is whole, or its next turn becomes ready."""
+        item = self._in_flight.pop(done.key)
+        unit = item.unit
+        if unit.shard not in self._shards:
+            return
+        unit.results.append(self._finished_row(item, done))
+        if unit.is_whole:
+            self._whole.append(unit)
+            return
+        earlier = [row.text for row in unit.results if isinstance(row, FinishedRow)]
+        turn = len(unit.results)
+        prompt = prompt_for_turn(unit.prompt, turn, earlier, unit.sample, self._limits.turns)
+        (prepared,) = self._prepare([prompt])
+        if isinstance(prepared, Rejected):
+            self._reject_rest(unit, prepared.code, prepared.reason)
+        else:
+            self._later_turns.append(prepared.of(unit))
+
+    def reject(self, rejected: Rejected) -> None:
+        """The engine could not decode a turn; those that follow from it cannot be made either."""
+        item = self._in_flight.pop(rejected.key)
+        if item.unit.shard in self._shards:
+            self._reject_rest(item.unit, rejected.code, rejected.reason)
+
+    def _read(self, shard: Shard, wanted: NDArray[np.bool_]) -> Iterator[tuple[int, Row | BadRow]]:
+        """The rows of a shard that have something to do, of which there are some."""
+        at = np.flatnonzero(wanted)
+        # In one go: to begin anew behind each gap would unpack a .gz file from its start each time.
+        start, stop = shard.first_row + int(at[0]), shard.first_row + int(at[-1]) + 1
+        for row_id, row in self._inputs.rows(start, stop):
+            if wanted[row_id - shard.first_row]:
+                yield row_id, row
+
+    def _read_window(self) -> None:
+        """Read, render and tokenise the next rows, and put them in order of length."""
+        index, shard = next(
+            (index, shard) for index, shard in self._shards.items() if not shard.is_read
+        )
+        prompts: list[Prompt] = []
+        for _ in range(WINDOW_ROWS):
+            entry = next(shard.rows, None)
+            if entry is None:
+                shard.is_read = True
+                break
+            row_id, row = entry
+            prompt = to_prompt(row, Key(row_id, 0, 0), self._columns, turns=self._limits.turns)
+            if isinstance(prompt, Rejected):
+                blank = Prompt(prompt.key, user_id=prompt.user_id, raw_json=prompt.raw_json)
+                for unit in self._new_units(index, shard, blank, 1):
+                    self._reject_rest(unit, prompt.code, prompt.reason)
+            else:
+                self._note_id(prompt.user_id)
+                prompts.append(prompt)
+        turns = self._limits.turns
+        firsts = self._prepare([prompt_for_turn(prompt, 0, [], 0, turns) for prompt in prompts])
+        found: list[_Ready] = []
+        for prompt, first in zip(prompts, firsts, strict=True):
+            for unit in self._new_units(index, shard, prompt, num_turns(prompt, turns)):
+                if isinstance(first, Rejected):
+                    self._reject_rest(unit, first.code, first.reason)
+                else:
+                    found.append(first.of(unit))
+        # Longest first: what does not fit shows at once, and the drain at the end is short.
+        found.sort(key=lambda item: (-len(item.tokens.token_ids), item.tokens.key))
+        self._window.extend(found)
+
+    def _new_units(
+        self, index: int, shard: _OpenShard, prompt: Prompt, turns: int
+    ) -> Iterator[Unit]:
+        """The units of a row that are left to do."""
+        for sample in np.flatnonzero(shard.unfinished[prompt.key.row_id - shard.first_row]):
+            yield Unit(index, prompt, int(sample), turns)
+
+    def _prepare(self, prompts: Sequence[Prompt]) -> list[_Prepared | Rejected]:
+        """Render and tokenise turns; a cap that does not fit the context is lowered."""
+        limits = self._limits
+        wanted = [prompt.sampling.max_new_tokens or limits.max_new_tokens for prompt in prompts]
+        encoded = self._encoder.encode_many(
+            prompts,
+            vocab_size=self._pair.vocab,
+            max_prompt_len=limits.max_len - 1,
+            # A prompt that is cut leaves room for its completion, one that fits keeps what it has.
+            cut_to=[max(1, limits.max_len - cap) for cap in wanted],
+            on_long=limits.on_long,
+        )
+        prepared: list[_Prepared | Rejected] = []
+        for prompt, ids, cap in zip(prompts, encoded, wanted, strict=True):
+            refusal = self._pair.refusal(prompt.sampling)
+            if refusal is not None:
+                prepared.append(Rejected(prompt.key, "bad_sampling", refusal))
+            elif isinstance(ids, Rejected):
+                prepared.append(ids)
+            else:
+                room = limits.max_len - len(ids.token_ids)
+                prepared.append(_Prepared(prompt, ids, min(cap, room)))
+        return prepared
+
+    def _finished_row(self, item: _Ready, done: Completion) -> FinishedRow:
+        """Text ends before the stop token, whether it is a special one or not."""
+        own, limits = item.prompt.sampling, self._limits
+        is_stop = done.finish_reason == "stop"
+        visible = done.token_ids[:-1] if is_stop else done.token_ids
+        stop_reason = str(done.stop_token_id) if is_stop else None
+        if not is_stop and item.tokens.max_new_tokens < (
+            own.max_new_tokens or limits.max_new_tokens
+        ):
+            stop_reason = "context"
+        return FinishedRow(
+            prompt=item.prompt,
+            conversation_json=self._encoder.conversation_json(item.prompt),
+            prompt_token_ids=item.tokens.token_ids,
+            num_dropped=item.encoded.num_dropped,
+            completion=done,
+            text=self._encoder.decode(visible, skip_special_tokens=limits.skip_special_tokens),
+            stop_reason=stop_reason,
+            max_new_tokens=item.tokens.max_new_tokens,
+            seed=limits.seed if own.seed is None else own.seed,
+        )
+
+    def _reject_rest(self, unit: Unit, code: RejectCode, reason: str) -> None:
+        """Every turn from the next one on is rejected for the same reason."""
+        prompt = unit.prompt
+        for turn in range(len(unit.results), unit.num_turns):
+            key = Key(prompt.key.row_id, turn, unit.sample)
+            unit.results.append(Rejected(key, code, reason, prompt.user_id, prompt.raw_json))
+        self._whole.append(unit)
+
+    def _note_id(self, user_id: str | None) -> None:
+        """Remember ids, to tell of repeated ones; rows are told apart by row_id in any case."""
+        if user_id is None or len(self._ids) >= _MAX_IDS:
+            return
+        digest = hash(user_id)
+        self.num_repeated_ids += digest in self._ids
+        self._ids.add(digest)

@@ -1,0 +1,101 @@
+"""The summary of a run: what was made, how fast, and where it is. Text for people, on stdout."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from ddbatch.core import ShapePlan
+from ddbatch.jobs.generating.decoder import DecoderFigures
+from ddbatch.jobs.generating.progress import span
+from ddbatch.jobs.generating.tally import Counts, Tally
+
+# More truncated rows than this deserve a word.
+_MANY_TRUNCATED = 0.2
+
+
+def print_summary(
+    output_dir: str,
+    tally: Tally,
+    plan: ShapePlan,
+    figures: DecoderFigures,
+    seconds: float,
+    notes: Sequence[str],
+) -> None:
+    """Rows, tokens, speed, acceptance length, and the place of the files.
+
+    seconds: decoding, without loading weights. notes: more to be said, a line each.
+    """
+    own, run = tally.own, tally.committed
+    lines = [("rows", _rows(own))]
+    if own.num_rows != run.num_rows:
+        lines.append(("whole run", f"{_rows(run)}; {tally.num_left:,} of {tally.num_units:,} left"))
+    if own.completions:
+        rate = figures.output_tokens / max(seconds, 1e-9)
+        lines.append(
+            (
+                "tokens",
+                f"{own.output_tokens:,} in {own.completions:,} completions, {seconds:.1f} s, "
+                f"{rate:,.0f} tokens/s",
+            )
+        )
+    if own.rounds:
+        # The first token of a row comes from its prompt's forward, not from a round.
+        length = (own.output_tokens - own.completions) / own.rounds
+        lines.append(
+            ("acceptance length", f"{length:.2f} tokens a round (plain decoding makes 1.00)")
+        )
+    if figures.row_rounds:
+        share = figures.live_row_rounds / figures.row_rounds
+        lines.append(
+            (
+                "plan",
+                f"{plan.rows} rows x {plan.nodes} nodes, {figures.rounds:,} rounds, "
+                f"{share:.0%} of row-rounds useful",
+            )
+        )
+    if run.completions and run.truncated > _MANY_TRUNCATED * run.completions:
+        lines.append(
+            (
+                "note",
+                f"{run.truncated:,} of {run.completions:,} completions were cut by their token cap "
+                "(sampling.max_new_tokens or the context)",
+            )
+        )
+    if own.dropped_prompts:
+        lines.append(
+            ("note", f"{own.dropped_prompts:,} prompts lost their beginning (data.on_long)")
+        )
+    lines += [("note", note) for note in notes]
+    lines.append(("written to", output_dir))
+    if run.completions:
+        lines.append(("read it", f'datasets.load_dataset("{output_dir}")'))
+    width = max(len(name) for name, _ in lines)
+    print("\n".join(f"{name:<{width}}  {text}" for name, text in lines))
+
+
+def done_text(output_dir: str, tally: Tally) -> str:
+    """What a start on a complete run says."""
+    return f"nothing to do: {output_dir} is complete, {_rows(tally.committed)}"
+
+
+def _rows(counts: Counts) -> str:
+    """ "6 finished (5 length, 1 stop), 2 rejected (1 bad_json, 1 wrong_type)"."""
+    reasons = Counter(length=counts.truncated, stop=counts.completions - counts.truncated)
+    return (
+        f"{counts.completions:,} finished ({_counts(reasons)}), "
+        f"{counts.rejected.total():,} rejected ({_counts(counts.rejected)})"
+    )
+
+
+def _counts(counter: Counter[str]) -> str:
+    found = [f"{count:,} {name}" for name, count in sorted(counter.items()) if count]
+    return ", ".join(found) or "none"
+
+
+def left_text(tally: Tally, seconds: float) -> str:
+    """What a stopped run says: how much is safe, and how much is left."""
+    return (
+        f"{tally.committed.units:,} of {tally.num_units:,} rows are committed after "
+        f"{span(seconds)}; the same command resumes"
+    )
