@@ -188,7 +188,7 @@ class FakePair:
 
     @property
     def about(self) -> dict[str, object]:
-        return {"device": "fake", "method": "ddtree"}
+        return {"device": "fake", "dtype": self.dtype, "rows": self.options.rows}
 
     def refusal(self, sampling: RowSampling) -> str | None:
         return None

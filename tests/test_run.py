@@ -12,8 +12,9 @@ import pyarrow.parquet as pq
 import pytest
 from runs import Run, key_of, prompts, rows_of, write_jsonl
 
-from ddbatch.core import Key
+from ddbatch.core import Key, Shard
 from ddbatch.data.folder import RunFolder
+from ddbatch.jobs import generate as generate_module
 from ddbatch.jobs.generating import feed as feed_module
 from ddbatch.jobs.generating import worker as worker_module
 
@@ -465,3 +466,43 @@ def test_a_bad_row_that_is_known_early_weighs_no_more_than_its_neighbours(
     run = Run(tmp_path, rows)
     assert run("output.max_error_rate=0.12", "shards.rows=100") == 0
     assert run.all_keys() == rows_of(95)
+
+
+def test_another_plan_is_noted_where_rounding_makes_it_matter(
+    tmp_path: Path, capsys: Captured
+) -> None:
+    run = Run(tmp_path, prompts(40))
+    for dtype in ("float32", "bfloat16"):
+        out = f"output_dir={tmp_path / dtype}"
+        for rows, step in ((4, 5), (4, 5), (3, None)):
+            engine = fake.FakeOptions(rows=rows, fail_at_step=step, dtype=dtype)
+            if step is not None:
+                with pytest.raises(RuntimeError):
+                    run(out, engine=engine)
+            else:
+                assert run(out, "output.part_rows=7", engine=engine) == 0
+        said = capsys.readouterr().err
+        assert said.count("rows changed since the last start") == (dtype == "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("environment", "first"),
+    [
+        ({}, 0),
+        ({"ID": "0", "COUNT": "4"}, 0),
+        ({"ID": "3", "COUNT": "4"}, 7),
+        ({"ID": "13", "MIN": "10", "COUNT": "4"}, 7),
+        ({"ID": "3"}, 0),
+    ],
+)
+def test_tasks_of_an_array_begin_in_different_places(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], first: int
+) -> None:
+    for name in ("ID", "COUNT", "MIN"):
+        monkeypatch.delenv(f"SLURM_ARRAY_TASK_{name}", raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(f"SLURM_ARRAY_TASK_{name}", value)
+    shards = tuple(Shard(n, 5 * n, 5) for n in range(10))
+    ordered = generate_module._from_start(shards, "auto")
+    assert [shard.index for shard in ordered] == [(first + n) % 10 for n in range(10)]
+    assert [shard.index for shard in generate_module._from_start(shards, 12)][:2] == [2, 3]

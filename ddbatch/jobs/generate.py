@@ -9,19 +9,21 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import cast
 
 from ddbatch import __version__
 from ddbatch.checks import check_built
 from ddbatch.config import Config
 from ddbatch.core import ExitCode, RunError, Shard
-from ddbatch.data.attempts import end_attempt, new_attempt, start_attempt
+from ddbatch.data.attempts import end_attempt, new_attempt, read_attempts, start_attempt
 from ddbatch.data.batching.encoder import OnLong
 from ddbatch.data.batching.turns import Turns
 from ddbatch.data.commits import clean_tmp, recover
+from ddbatch.data.fingerprint import hash_weights
 from ddbatch.data.folder import RunFolder, check_hard_links
 from ddbatch.data.manifest import Manifest, create_manifest
 from ddbatch.data.reload_mark import renew_mark
@@ -82,7 +84,9 @@ def generate(config: Config, open_pair: OpenPair) -> int:
         print(done_text(config.output_dir, tally))
         return _verdict(config, tally)
     decoder = decoder or start.setting.pair.load(tally.num_left)
-    start_attempt(folder, attempt, {"ddbatch": __version__, **start.setting.pair.about})
+    about = _about(config, start.setting.pair)
+    _note_changes(folder, about)
+    start_attempt(folder, attempt, about)
     code, reason = ExitCode.BUG, "a bug"
     try:
         code, reason = _work(
@@ -178,6 +182,40 @@ def _open_state(
         tally.see(recover(folder, shard.index))
     renew_mark(folder)  # a worker that was killed may not have come to it
     return inputs, tally
+
+
+def _about(config: Config, pair: Pair) -> dict[str, object]:
+    """What may change from attempt to attempt."""
+    drafter = config.drafter.path
+    return {
+        "ddbatch": __version__,
+        "drafter": None if drafter is None else Path(drafter).name,
+        "drafter_weights": None if drafter is None else hash_weights(Path(drafter), "fast"),
+        "part_rows": config.output.part_rows,
+        "part_seconds": config.output.part_seconds,
+        "shard_rows": config.shards.rows,
+        **pair.about,
+    }
+
+
+def _note_changes(folder: RunFolder, about: Mapping[str, object]) -> None:
+    """Say once a start that another plan goes on with the run, where rounding makes it matter."""
+    if about.get("dtype") == "float32":
+        return
+    try:
+        attempts = read_attempts(folder)
+    except RunError as error:  # nothing that keeps the run right depends on them
+        print(f"note: {error}", file=sys.stderr)
+        return
+    sizes = ("part_rows", "part_seconds", "shard_rows")
+    names = [name for name in about if name not in sizes]
+    changed = [name for name in names if attempts and attempts[-1].about.get(name) != about[name]]
+    if changed:
+        print(
+            f"note: {', '.join(changed)} changed since the last start; in {about.get('dtype')} "
+            "completions of both are equal up to the numerics rule (near-ties may part)",
+            file=sys.stderr,
+        )
 
 
 def _note_end(folder: RunFolder, attempt: str, code: int, reason: str) -> None:

@@ -103,13 +103,11 @@ class EnginePair:
     def about(self) -> dict[str, object]:
         """Device, method and versions."""
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
-        drafter = self.config.drafter.path
         return {
             "device": name,
             "dtype": self.dtype,
             "method": self.method,
             "plan": asdict(self.plan(None)),
-            "drafter": None if drafter is None else Path(drafter).name,
             "torch": torch.__version__,
         }
 
