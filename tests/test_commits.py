@@ -7,11 +7,12 @@ import shutil
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
-from interrupts import cut_off, hooks, quickly, run_hooked
+from interrupts import Process, cut_off, hooks, quickly, run_hooked
 from small_run import check, keys_of, visible_keys, write_part
 
 from ddbatch.core import RunError
@@ -239,6 +240,26 @@ def test_a_record_that_comes_while_the_folder_is_listed_makes_no_gap(
         assert read_shard(folder, 0) == tuple(records)
     monkeypatch.setattr(os, "listdir", listdir)
     assert read_shard(folder, 0) == tuple(records)
+
+
+def test_a_reader_may_be_overtaken_anywhere(tmp_path: Path) -> None:
+    for num_calls in count():
+        folder = RunFolder(tmp_path / f"after-{num_calls}")
+        committed(folder)
+        read: list[tuple[Record, ...]] = []
+        with hooks():
+            reader = Process(lambda folder=folder, read=read: read.append(read_shard(folder, 0)))
+            for _ in range(num_calls):
+                reader.step()
+            if reader.next_call is None:
+                break
+            for number in (1, 2):
+                assert commit(folder, write_part(folder, 0, number, "second", UNITS[number]))
+            while reader.step():
+                pass
+        assert read[0] == read_shard(folder, 0)[: len(read[0])]
+        assert len(read[0]) in (1, 3)
+    assert num_calls > 3
 
 
 @pytest.mark.parametrize("name", ["000001.json~", "0000001.json", "1.json", "000001", "x.json"])

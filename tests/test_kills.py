@@ -146,8 +146,9 @@ def test_the_real_pair_survives_kills_with_the_same_content(
             time.sleep(0.05)
         time.sleep(chance.uniform(0, 0.5))
         process.send_signal(number)
-        assert process.wait(timeout=60) in (75, -signal.SIGKILL)
-        assert 0 < assert_none_is_twice(out, tmp_path / "cache") < len(texts) * 2
+        # A GPU may be done before the signal comes.
+        assert process.wait(timeout=60) in (75, -signal.SIGKILL, 0)
+        assert 0 < assert_none_is_twice(out, tmp_path / "cache") <= len(texts) * 2
     for place in (out, tmp_path / "whole"):
         subprocess.run(command(place), env=env, cwd=CHECKOUT, check=True, capture_output=True)
     tables = []
