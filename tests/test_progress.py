@@ -7,7 +7,7 @@ import re
 import pytest
 from test_schema import finished, rejected
 
-from ddbatch.jobs.generating.progress import Progress, span
+from ddbatch.jobs.generating.progress import Progress
 from ddbatch.jobs.generating.tally import Tally
 
 
@@ -96,18 +96,3 @@ def test_a_terminal_gets_a_bar(capsys: pytest.CaptureFixture[str]) -> None:
     said = capsys.readouterr().err
     assert "0/40 committed, 4 tokens/s" in said
     assert "\r" in said
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (-5, "0 s"),
-        (59.4, "59 s"),
-        (60, "1 min"),
-        (3599, "59 min"),
-        (3600, "1 h 0 min"),
-        (90_000, "1 d 1 h"),
-    ],
-)
-def test_spans_are_for_people(seconds: float, text: str) -> None:
-    assert span(seconds) == text

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from tqdm import tqdm
 
 from ddbatch.jobs.generating.tally import Tally
+from ddbatch.jobs.show import duration, ranged, share
 
 LINE_SECONDS = 30.0
 WINDOW_SECONDS = 60.0
@@ -79,7 +80,7 @@ class Progress:
         if known.rejected:
             parts.append(f"{known.rejected.total():,} rejected")
         if known.completions:
-            parts.append(f"{known.truncated / known.completions:.0%} truncated")
+            parts.append(f"{share(known.truncated, known.completions)} truncated")
         parts.append(f"ETA {self._eta(tally)}")
         return ", ".join(parts)
 
@@ -94,16 +95,4 @@ class Progress:
         if not rates:
             return "unknown"
         low, high = left / max(rates), left / min(rates)
-        return span(low) if span(low) == span(high) else f"{span(low)} to {span(high)}"
-
-
-def span(seconds: float) -> str:
-    """A length of time for people: "45 s", "12 min", "3 h 20 min", "2 d 4 h"."""
-    whole = max(0, round(seconds))
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min"
-    if whole < 86400:
-        return f"{whole // 3600} h {whole % 3600 // 60} min"
-    return f"{whole // 86400} d {whole % 86400 // 3600} h"
+        return ranged(duration(low), duration(high))

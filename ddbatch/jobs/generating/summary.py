@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from ddbatch.core import ShapePlan
 from ddbatch.jobs.generating.decoder import DecoderFigures
-from ddbatch.jobs.generating.progress import span
 from ddbatch.jobs.generating.tally import Counts, Tally
+from ddbatch.jobs.show import counted, duration, facts, share
 
 # More truncated rows than this deserve a word.
 _MANY_TRUNCATED = 0.2
@@ -46,12 +46,12 @@ def print_summary(
             ("acceptance length", f"{length:.2f} tokens a round (plain decoding makes 1.00)")
         )
     if figures.row_rounds:
-        share = figures.live_row_rounds / figures.row_rounds
+        useful = share(figures.live_row_rounds, figures.row_rounds)
         lines.append(
             (
                 "plan",
                 f"{plan.rows} rows x {plan.nodes} nodes, {figures.rounds:,} rounds, "
-                f"{share:.0%} of row-rounds useful",
+                f"{useful} of row-rounds useful",
             )
         )
     if run.completions and run.truncated > _MANY_TRUNCATED * run.completions:
@@ -70,8 +70,7 @@ def print_summary(
     lines.append(("written to", output_dir))
     if run.completions:
         lines.append(("read it", f'datasets.load_dataset("{output_dir}")'))
-    width = max(len(name) for name, _ in lines)
-    print("\n".join(f"{name:<{width}}  {text}" for name, text in lines))
+    print(facts(lines))
 
 
 def done_text(output_dir: str, tally: Tally) -> str:
@@ -83,19 +82,14 @@ def _rows(counts: Counts) -> str:
     """ "6 finished (5 length, 1 stop), 2 rejected (1 bad_json, 1 wrong_type)"."""
     reasons = Counter(length=counts.truncated, stop=counts.completions - counts.truncated)
     return (
-        f"{counts.completions:,} finished ({_counts(reasons)}), "
-        f"{counts.rejected.total():,} rejected ({_counts(counts.rejected)})"
+        f"{counts.completions:,} finished ({counted(+reasons)}), "
+        f"{counts.rejected.total():,} rejected ({counted(counts.rejected)})"
     )
-
-
-def _counts(counter: Counter[str]) -> str:
-    found = [f"{count:,} {name}" for name, count in sorted(counter.items()) if count]
-    return ", ".join(found) or "none"
 
 
 def left_text(tally: Tally, seconds: float) -> str:
     """What a stopped run says: how much is safe, and how much is left."""
     return (
         f"{tally.committed.units:,} of {tally.num_units:,} rows are committed after "
-        f"{span(seconds)}; the same command resumes"
+        f"{duration(seconds)}; the same command resumes"
     )
