@@ -251,7 +251,11 @@ def test_home_is_expanded_in_every_path(monkeypatch: pytest.MonkeyPatch, tmp_pat
         data__template="~/t.jinja",
         data__system_prompt_file="~/t.jinja",
         output_dir="~/o",
+        merge__output_dir="~/c",
+        merge__runs=["~/o2", "/o3"],
     )
+    assert config.merge.output_dir == f"{tmp_path}/c"
+    assert config.merge.runs == [f"{tmp_path}/o2", "/o3"]
     assert config.model.path == f"{tmp_path}/m"
     assert config.drafter.path == f"{tmp_path}/r"
     assert config.data.path == f"{tmp_path}/d/*.parquet"

@@ -1,0 +1,56 @@
+"""Command lines as people type them into a shell, and what they are answered."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CHECKOUT = Path(__file__).resolve().parent.parent
+
+# What is typed behind `ddbatch`, and a part of the error and of the hint.
+TYPED = [
+    ("model=/models/target", "model is a group of options", "write model.path=/models/target"),
+    ("data=x.jsonl", "data is a group of options", "write data.path=x.jsonl"),
+    ("generate model.path=/m", "generate: not of the form KEY=VALUE", "write job=generate"),
+    ("data.path=s3://b/a=b.parquet", "Hydra cannot read", """'data.path="s3://b/a=b.parquet"'"""),
+    ("""data.system_prompt="it's" """, "Hydra cannot read", "quote the value"),
+    ("data.system_prompt='${name}'", "data.system_prompt", "quote the value"),
+    ("data.limit=5 data.limit=6", "data.limit is given twice", "keep one of them"),
+    ("sampling.temprature=1", "no such option", "did you mean sampling.temperature?"),
+    ("job=generat", "job=generat", "did you mean generate?"),
+    ("engine.budget=atuo", "engine.budget=atuo: expected auto or an integer", "did you mean auto"),
+    ("+engine.budget=8", "engine.budget is an option already", "without +"),
+    ("data.chat_template_kwargs={a: 1, b: 2}", "", "quote"),
+    ('data.chat_template_kwargs={"a": 1}', "", "quote"),
+    ("sampling.stop_token_ids=[1, 2]", "", "quote"),
+    ("data.keep_columns=a,b", "one value is expected", "'data.keep_columns=[a,b]'"),
+    ("--model.path=/m", "no such flag", "did you mean model.path=VALUE?"),
+    ("model.path = /m", "", "model.path=VALUE, without spaces"),
+    ("output_dir=out", "required and not set: model.path, data.path", "model.path=DIR"),
+    ("-m output_dir=a,a model.path=m data.path=d", "would share output_dir=a", "out1,out2"),
+    ("job=bench", "job=bench is not built yet", "built: generate"),
+    ("job=merge output_dir=o", "required and not set: merge.output_dir", ""),
+    ("output.resume=yes", "expected auto, never, require or repair", ""),
+    ("data.path=~/nowhere.jsonl model.path=~/m output_dir=o", "/home/somebody/m", ""),
+]
+
+
+@pytest.mark.parametrize(("typed", "error", "hint"), TYPED, ids=[typed for typed, _, _ in TYPED])
+def test_a_mistake_in_a_shell_is_answered_in_two_lines(
+    tmp_path: Path, typed: str, error: str, hint: str
+) -> None:
+    line = f"{sys.executable} -m ddbatch {typed}"
+    env = {**os.environ, "PYTHONPATH": str(CHECKOUT), "HOME": "/home/somebody"}
+    done = subprocess.run(
+        ["bash", "-c", line], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 2, done.stderr
+    assert done.stdout == ""
+    assert len(done.stderr.splitlines()) <= 2
+    assert error in done.stderr
+    assert hint in done.stderr
+    assert not list(tmp_path.iterdir())
