@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import pyarrow as pa
 
 from ddbatch.core import Completion, Prompt, Rejected
@@ -132,7 +133,10 @@ def _schema(
 
 
 def completions_row(row: FinishedRow, schema: pa.Schema) -> TableRow:
-    """One row of the completions table; the schema says which optional columns it has."""
+    """One row of the completions table; the schema says which optional columns it has.
+
+    Ids are arrays: as Python integers a part of long rows would take ten times its size on disk.
+    """
     done = row.completion
     _check(row)
     output_tokens, rounds = len(done.token_ids), len(done.accepted)
@@ -142,8 +146,8 @@ def completions_row(row: FinishedRow, schema: pa.Schema) -> TableRow:
         "id": row.prompt.user_id,
         "messages": _messages(row, schema.field("messages").type.value_type),
         "completion": row.text,
-        "prompt_token_ids": list(row.prompt_token_ids),
-        "output_token_ids": list(done.token_ids),
+        "prompt_token_ids": np.array(row.prompt_token_ids, np.int32),
+        "output_token_ids": np.array(done.token_ids, np.int32),
         "prompt_tokens": len(row.prompt_token_ids),
         "dropped_prompt_tokens": row.num_dropped,
         "output_tokens": output_tokens,
@@ -175,9 +179,9 @@ def acceptance_row(row: FinishedRow) -> TableRow:
     assert sum(histogram) == rounds, f"{done.key}: {histogram} for {rounds} rounds"
     return {
         **done.key._asdict(),
-        "accepted": list(done.accepted),
+        "accepted": np.array(done.accepted, np.uint8),
         "drafted": [{"rounds": rounds, "drafted": done.drafted}] if rounds else [],
-        "depth": list(done.depth),
+        "depth": np.array(done.depth, np.uint8),
         "histogram": histogram,
     }
 
