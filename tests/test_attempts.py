@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import time
 from collections.abc import Mapping
+from functools import partial
+from itertools import count
 from pathlib import Path
 
 import pytest
+from interrupts import CHANGES, Process, hooks
 
 from ddbatch.core import RunError
 from ddbatch.data.attempts import end_attempt, new_attempt, read_attempts, start_attempt
@@ -82,6 +86,25 @@ def test_without_attempts_there_are_none(folder: RunFolder) -> None:
     (folder.state("attempts") / "orphan.end.json").write_text("{}")
     (folder.state("attempts") / "notes.txt").write_text("")
     assert len(read_attempts(folder)) == 1
+
+
+def test_an_attempt_does_not_mind_being_swept_before_it_has_done_anything(tmp_path: Path) -> None:
+    for num_calls in count():
+        folder = RunFolder(tmp_path / f"after-{num_calls}")
+        name = new_attempt()
+        with hooks():
+            worker = Process(partial(start_attempt, folder, name, {}))
+            for _ in range(num_calls):
+                worker.step()
+            if worker.next_call is None:
+                break
+            if worker.next_call in CHANGES:
+                shutil.rmtree(folder.tmp(name), ignore_errors=True)
+            while worker.step():
+                pass
+        (attempt,) = read_attempts(folder)
+        assert attempt.name == name
+    assert num_calls > 10
 
 
 def test_a_disk_that_fails_is_not_hidden(

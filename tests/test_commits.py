@@ -6,6 +6,7 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -147,6 +148,44 @@ def test_a_part_whose_files_are_gone_is_not_committed(folder: RunFolder) -> None
     committed(folder, attempt="second")
     assert not commit(folder, record), "the number is taken: it has just lost"
     discard(folder, record)
+
+
+def test_a_part_that_has_lost_a_file_is_not_committed(folder: RunFolder) -> None:
+    record = write_part(folder, 0, 0, "first", UNITS[0])
+    file = folder.place / record.files[1].tmp
+    text = file.read_text()
+    file.write_text(text[:-1])
+    with pytest.raises(AssertionError, match="bytes"):
+        commit(folder, record)
+    file.unlink()
+    with pytest.raises(FileNotFoundError):
+        commit(folder, record)
+    assert read_shard(folder, 0) == ()
+    file.write_text(text)
+    assert commit(folder, record)
+
+
+def test_a_part_whose_files_are_swept_meanwhile_is_not_committed(tmp_path: Path) -> None:
+    for num_calls in count():
+        folder = RunFolder(tmp_path / f"after-{num_calls}")
+        record = write_part(folder, 0, 0, "first", UNITS[0])
+        told: list[bool] = []
+        with hooks():
+            worker = Process(
+                lambda folder=folder, record=record, told=told: told.append(commit(folder, record))
+            )
+            for _ in range(num_calls):
+                worker.step()
+            if worker.next_call is None:
+                break
+            was_committed = folder.record(0, 0).exists()
+            shutil.rmtree(folder.tmp("first"))
+            with nullcontext() if was_committed else pytest.raises(FileNotFoundError):
+                while worker.step():
+                    pass
+        assert folder.record(0, 0).exists() == was_committed
+        assert told == [True] * was_committed
+    assert num_calls > 10
 
 
 @pytest.mark.parametrize(

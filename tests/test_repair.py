@@ -269,6 +269,27 @@ def test_a_reader_that_rolls_forward_meanwhile_shows_nothing_without_a_record(
     assert is_ended
 
 
+def test_a_number_is_free_again_only_when_no_later_record_is_left(tmp_path: Path) -> None:
+    """Or a worker with a view from before them would take it, for rows that they have."""
+    damaged = start(tmp_path / "damaged")
+    stale = write_part(damaged, SHARD.index, BROKEN, "stale", [*PARTS[2], *PARTS[4]])
+    cut_record(damaged)
+    num_taken = 0
+    for after in count():
+        folder = RunFolder(tmp_path / f"after-{after}")
+        shutil.copytree(damaged.place, folder.place)
+        is_cut = cut_off(partial(mend, folder, "mender"), after)
+        is_taken = commit(folder, stale)
+        num_taken += is_taken
+        if is_taken:
+            check(folder)
+        mend(folder, "mender")
+        finish(folder)
+        if not is_cut:
+            break
+    assert num_taken
+
+
 def test_a_second_repair_overwrites_nothing_that_the_first_moved(tmp_path: Path) -> None:
     folder = start(tmp_path / "run")
     for number in range(3):
