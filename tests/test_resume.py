@@ -106,7 +106,7 @@ def test_the_longest_prompts_come_first(tmp_path: Path, monkeypatch: pytest.Monk
         return real(prompt)
 
     monkeypatch.setattr(fake, "answer", note)
-    monkeypatch.setattr(feed_module, "WINDOW_ROWS", 10)
+    monkeypatch.setattr(feed_module, "WINDOW_UNITS", 10)
     run = Run(tmp_path, prompts(30))
     assert run("shards.rows=30") == 0
     for start in (0, 10, 20):

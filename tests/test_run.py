@@ -279,7 +279,7 @@ def test_long_prompts_are_rejected_or_cut_and_said(tmp_path: Path, capsys: Captu
 def test_room_grows_with_the_prompts_and_shorter_ones_stay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(feed_module, "WINDOW_ROWS", 4)
+    monkeypatch.setattr(feed_module, "WINDOW_UNITS", 4)
     monkeypatch.setattr(worker_module, "_MIN_ROOM", 16)
     lengths = [2, 3, 1, 2, 30, 1, 3, 2, 70, 5]
     run = Run(tmp_path, [{"token_ids": [5] * length} for length in lengths])
@@ -325,7 +325,7 @@ def test_many_rejected_rows_stop_the_run_early_with_3(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:
     monkeypatch.setattr(worker_module, "MIN_ROWS_FOR_RATE", 20)
-    monkeypatch.setattr(feed_module, "WINDOW_ROWS", 16)
+    monkeypatch.setattr(feed_module, "WINDOW_UNITS", 16)
     rows = [
         row for n, row in enumerate(prompts(300)) for row in ([row, "{bad"] if n % 4 else [row])
     ]

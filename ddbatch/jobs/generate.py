@@ -37,11 +37,12 @@ from ddbatch.data.source.inputs import Inputs, open_log, scan
 from ddbatch.data.source.log import read_log
 from ddbatch.jobs.generating import opening
 from ddbatch.jobs.generating.decoder import Decoder, Pair
-from ddbatch.jobs.generating.feed import Feed, Limits
+from ddbatch.jobs.generating.feed import Feed
 from ddbatch.jobs.generating.opening import Setting
 from ddbatch.jobs.generating.progress import Progress
 from ddbatch.jobs.generating.summary import done_text, left_text, print_summary
 from ddbatch.jobs.generating.tally import Tally
+from ddbatch.jobs.generating.units import Limits
 from ddbatch.jobs.generating.worker import Worker
 from ddbatch.jobs.stopping import patient
 

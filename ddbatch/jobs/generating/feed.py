@@ -1,6 +1,5 @@
 """From shards to prompts for the engine, and from completions back to units that can be committed.
 
-A unit is all turns of one sample of one row: they depend on each other and are committed together.
 Knows shards, rows and prompts; knows nothing about the engine's state or about parts.
 """
 
@@ -8,85 +7,27 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ddbatch.core import Completion, Key, Prompt, RejectCode, Rejected, Shard, TokenPrompt
 from ddbatch.data.batching.columns import BadRow, Columns, Row
-from ddbatch.data.batching.encoder import Encoded, OnLong, PromptEncoder
+from ddbatch.data.batching.encoder import PromptEncoder
 from ddbatch.data.batching.prompts import to_prompt
-from ddbatch.data.batching.turns import Turns, num_turns, prompt_for_turn
+from ddbatch.data.batching.turns import num_turns, prompt_for_turn
 from ddbatch.data.schema import FinishedRow
 from ddbatch.data.source.inputs import Inputs
 from ddbatch.jobs.generating.decoder import Pair
+from ddbatch.jobs.generating.units import Limits, Prepared, Ready, Unit
 
-# Rows that are read, tokenised and sorted by length at a time: many static batches, little memory.
-WINDOW_ROWS = 2048
+# Units that are read, tokenised and sorted by length at a time: many static batches, little memory.
+WINDOW_UNITS = 2048
 # A straggler holds its shard open; so many may be, before the worker waits for the oldest.
 MAX_OPEN_SHARDS = 3
 # Ids that are remembered to warn of repeated ones.
 _MAX_IDS = 1_000_000
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Bounds of a prompt. max_len: prompt and output tokens together. The rest: the run's options
-    (max_new_tokens, seed, data.on_long, data.turns, output.skip_special_tokens)."""
-
-    max_len: int
-    max_new_tokens: int
-    seed: int
-    on_long: OnLong
-    turns: Turns
-    skip_special_tokens: bool
-
-
-@dataclass
-class Unit:
-    """One sample of one row, with a result for each of its turns so far."""
-
-    shard: int
-    prompt: Prompt
-    sample: int
-    num_turns: int
-    results: list[FinishedRow | Rejected] = field(default_factory=list)
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether every turn has its result."""
-        return len(self.results) == self.num_turns
-
-
-@dataclass(frozen=True)
-class _Ready:
-    """A turn that can be decoded."""
-
-    unit: Unit
-    prompt: Prompt
-    encoded: Encoded
-    tokens: TokenPrompt
-
-    @property
-    def num_tokens(self) -> int:
-        """Length of the sequence when its cap is used up."""
-        return len(self.tokens.token_ids) + self.tokens.max_new_tokens
-
-
-@dataclass(frozen=True)
-class _Prepared:
-    """A turn's prompt and its ids, for any sample."""
-
-    prompt: Prompt
-    encoded: Encoded
-    max_new_tokens: int
-
-    def of(self, unit: Unit) -> _Ready:
-        """The same for one unit."""
-        key = self.prompt.key._replace(sample=unit.sample)
-        tokens = TokenPrompt(key, self.encoded.token_ids, self.max_new_tokens, self.prompt.sampling)
-        return _Ready(unit, replace(self.prompt, key=key), self.encoded, tokens)
 
 
 @dataclass
@@ -114,9 +55,9 @@ class Feed:
         self._inputs, self._columns, self._encoder = inputs, columns, encoder
         self._pair, self._limits = pair, limits
         self._shards: dict[int, _OpenShard] = {}
-        self._later_turns: deque[_Ready] = deque()
-        self._window: deque[_Ready] = deque()
-        self._in_flight: dict[Key, _Ready] = {}
+        self._later_turns: deque[Ready] = deque()
+        self._window: deque[Ready] = deque()
+        self._in_flight: dict[Key, Ready] = {}
         self._whole: deque[Unit] = deque()
         self._ids: set[int] = set()
         self.num_repeated_ids = 0
@@ -238,7 +179,7 @@ class Feed:
             (index, shard) for index, shard in self._shards.items() if not shard.is_read
         )
         prompts: list[Prompt] = []
-        for _ in range(WINDOW_ROWS):
+        for _ in range(max(1, WINDOW_UNITS // shard.unfinished.shape[1])):
             entry = next(shard.rows, None)
             if entry is None:
                 shard.is_read = True
@@ -254,7 +195,7 @@ class Feed:
                 prompts.append(prompt)
         turns = self._limits.turns
         firsts = self._prepare([prompt_for_turn(prompt, 0, [], 0, turns) for prompt in prompts])
-        found: list[_Ready] = []
+        found: list[Ready] = []
         for prompt, first in zip(prompts, firsts, strict=True):
             for unit in self._new_units(index, shard, prompt, num_turns(prompt, turns)):
                 if isinstance(first, Rejected):
@@ -272,7 +213,7 @@ class Feed:
         for sample in np.flatnonzero(shard.unfinished[prompt.key.row_id - shard.first_row]):
             yield Unit(index, prompt, int(sample), turns)
 
-    def _prepare(self, prompts: Sequence[Prompt]) -> list[_Prepared | Rejected]:
+    def _prepare(self, prompts: Sequence[Prompt]) -> list[Prepared | Rejected]:
         """Render and tokenise turns; a cap that does not fit the context is lowered."""
         limits = self._limits
         wanted = [prompt.sampling.max_new_tokens or limits.max_new_tokens for prompt in prompts]
@@ -284,7 +225,7 @@ class Feed:
             cut_to=[max(1, limits.max_len - cap) for cap in wanted],
             on_long=limits.on_long,
         )
-        prepared: list[_Prepared | Rejected] = []
+        prepared: list[Prepared | Rejected] = []
         for prompt, ids, cap in zip(prompts, encoded, wanted, strict=True):
             refusal = self._pair.refusal(prompt.sampling)
             if refusal is not None:
@@ -293,10 +234,10 @@ class Feed:
                 prepared.append(ids)
             else:
                 room = limits.max_len - len(ids.token_ids)
-                prepared.append(_Prepared(prompt, ids, min(cap, room)))
+                prepared.append(Prepared(prompt, ids, min(cap, room)))
         return prepared
 
-    def _finished_row(self, item: _Ready, done: Completion) -> FinishedRow:
+    def _finished_row(self, item: Ready, done: Completion) -> FinishedRow:
         """Text ends before the stop token, whether it is a special one or not."""
         own, limits = item.prompt.sampling, self._limits
         is_stop = done.finish_reason == "stop"

@@ -15,9 +15,10 @@ from ddbatch.data.folder import RunFolder
 from ddbatch.data.rounds import RoundsLog
 from ddbatch.data.sink import Sink
 from ddbatch.jobs.generating.decoder import Decoder
-from ddbatch.jobs.generating.feed import MAX_OPEN_SHARDS, Feed, Unit
+from ddbatch.jobs.generating.feed import MAX_OPEN_SHARDS, Feed
 from ddbatch.jobs.generating.progress import Progress
 from ddbatch.jobs.generating.tally import Tally
+from ddbatch.jobs.generating.units import Unit
 from ddbatch.jobs.stopping import Stop
 
 # So many rows in a row with scores that are not finite mean a broken engine or model.
