@@ -14,11 +14,13 @@ import tempfile
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddbatch import __version__
 from ddbatch.core import ExitCode, RunError
+from ddbatch.jobs.stopping import impatient
 
 if TYPE_CHECKING:
     from ddbatch.cli import CommandLine
@@ -81,6 +83,17 @@ def main(argv: Sequence[str] | None = None, run_job: Callable[[Config], int] | N
     run_job: what runs an accepted configuration; None = the job that it names.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if isinstance(sys.stdout, TextIOWrapper):  # a terminal that knows only ASCII must not end a job
+        sys.stdout.reconfigure(errors="backslashreplace")
+    try:
+        with impatient():
+            return _main(arguments, run_job)
+    except KeyboardInterrupt as stop:
+        print(f"ddbatch: stopped by {str(stop) or 'SIGINT'}", file=sys.stderr)
+        return ExitCode.STOPPED
+
+
+def _main(arguments: Sequence[str], run_job: Callable[[Config], int] | None) -> int:
     if {"-h", "--help"} & set(arguments):
         print(HELP, end="")
         return ExitCode.DONE
@@ -128,7 +141,7 @@ def _configure(arguments: Sequence[str]) -> list[Config]:
         configs = [load(configuration) for configuration in composed]
     except ValueError as error:
         raise cli.UsageError(str(error), cli.hint_for(str(error), line.overrides)) from error
-    places = [config.output_dir for config in configs]
+    places = [os.path.abspath(config.output_dir) for config in configs]
     shared = sorted({place for place in places if places.count(place) > 1})
     if shared:
         raise cli.UsageError(
@@ -191,14 +204,13 @@ def _named_job(config: Config) -> int:
 
 def _run(config: Config, run_job: Callable[[Config], int]) -> int:
     """Run a job; a ValueError is the user's mistake, a RunError the world's, all else is a bug."""
-    from ddbatch.jobs.stopping import impatient
-
     try:
-        with impatient():
-            return run_job(config)
-    except KeyboardInterrupt as stop:
-        print(f"ddbatch: stopped by {str(stop) or 'SIGINT'}", file=sys.stderr)
-        return ExitCode.STOPPED
+        return run_job(config)
+    except BrokenPipeError:
+        # Who read stdout is gone (`| head`): what is written to it from here on goes nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        print("ddbatch: error: stdout was closed before everything was said", file=sys.stderr)
+        return ExitCode.ENGINE
     except RunError as failure:
         print(f"ddbatch: error: {' '.join(str(failure).split())}", file=sys.stderr)
         return ExitCode.ENGINE

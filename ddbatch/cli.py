@@ -12,11 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher, get_close_matches
 
-from ddbatch.checks import BUILT_JOBS, FREE_DICTS, JOBS, RULES, check_job
+from ddbatch.checks import BUILT_JOBS, FREE_DICTS, JOBS, REQUIRED, REQUIRED_BY_JOB, RULES, check_job
 from ddbatch.config import option_types
 
 OPTION_TYPES = option_types()
 GROUPS = {key.split(".")[0] for key in OPTION_TYPES if "." in key}
+_PLACE = {"data.path": "DATA"}  # what a required option names, where it is no folder
 SEE_ALL = "python -m ddbatch --cfg job shows every option, --help some examples"
 
 LISTS = {
@@ -135,7 +136,10 @@ def hint_for(message: str, overrides: Sequence[Override]) -> str:
         if "${" in override.typed and override.key in message:
             return quoting_hint(override)
     if message.startswith("required"):
-        return "python -m ddbatch model.path=DIR data.path=FILES output_dir=DIR"
+        job = next((item.typed for item in overrides if item.key == "job"), "job=generate")
+        required = REQUIRED_BY_JOB.get(job.partition("=")[2], REQUIRED)
+        start = ["python -m ddbatch", *([job] if job != "job=generate" else [])]
+        return " ".join([*start, *(f"{key}={_PLACE.get(key, 'DIR')}" for key in required)])
     return SEE_ALL
 
 

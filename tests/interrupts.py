@@ -107,7 +107,8 @@ class Process:
     Only one thread at a time runs: the one that is told to, or the one that tells.
     """
 
-    def __init__(self, work: Call) -> None:
+    def __init__(self, work: Call, name: str = "") -> None:
+        self.name = name
         self.next_call: str | None = "start"  # None once it has ended
         self.lies: dict[str, type[OSError]] = {}  # a call by name that works and reports a failure
         self.error: BaseException | None = None

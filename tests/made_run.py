@@ -54,7 +54,7 @@ def make_run(
         Shard(index, first, min(SHARD_ROWS, rows - first))
         for index, first in enumerate(range(0, rows, SHARD_ROWS))
     )
-    schemas = {"completions": completions_schema(keep=(), store=store, has_tools=False)}
+    schemas = {"completions": completions_schema(keep=(), store=store)}
     if "acceptance" in store:
         schemas["acceptance"] = acceptance_schema()
     schemas["rejected"] = rejected_schema()

@@ -19,7 +19,7 @@ from ddbatch.data.schema import completions_schema, rejected_schema
 from ddbatch.data.source.log import Entry, InputFile, append_entry
 
 ATTEMPT = "0123456789ab"
-SCHEMA = completions_schema(keep=(), store=("prompt_ids",), has_tools=False)
+SCHEMA = completions_schema(keep=(), store=("prompt_ids",))
 REJECTED = rejected_schema()
 
 Row = dict[str, Any]

@@ -10,7 +10,7 @@ import hashlib
 import json
 import random
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -60,7 +60,6 @@ class Log:
 
     won: list[Record] = field(default_factory=list)
     lost: list[Record] = field(default_factory=list)
-    num_swept: int = 0
 
 
 def write_part(
@@ -88,16 +87,24 @@ def write_part(
     return Record(shard, number, attempt, tuple(files), blocks_of(keys), counts, 1.5, 2.5)
 
 
-def generate(folder: RunFolder, attempt: str, seed: int = 0, part_units: int = 3) -> Log:
-    """A worker: all shards, until nothing is left; then it sweeps up."""
+def generate(
+    folder: RunFolder,
+    attempt: str,
+    seed: int = 0,
+    part_units: int = 3,
+    over: Callable[[], Collection[str]] = tuple,
+) -> Log:
+    """A worker: all shards, until nothing is left. It sweeps up first and last, after attempts that
+    are over by then."""
     rng, log = random.Random(seed), Log()
+    clean_tmp(folder, over())
     waiting = list(SHARDS)
     rng.shuffle(waiting)
     while waiting:
         shard = waiting.pop(0)
         if not _generate_shard(folder, shard, attempt, rng, part_units, log):
             waiting.append(shard)
-    clean_tmp(folder, keep=attempt)
+    clean_tmp(folder, over())
     return log
 
 
@@ -112,11 +119,7 @@ def _generate_shard(
     number = len(records)
     while missing:
         taken, missing = missing[:part_units], missing[part_units:]
-        try:
-            record = write_part(folder, shard.index, number, attempt, taken)
-        except (FileNotFoundError, FileExistsError):  # swept by who saw the run complete
-            log.num_swept += 1
-            return False
+        record = write_part(folder, shard.index, number, attempt, taken)
         if not commit(folder, record):
             log.lost.append(record)
             discard(folder, record)

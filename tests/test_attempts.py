@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Mapping
-from functools import partial
-from itertools import count
 from pathlib import Path
 
 import pytest
-from interrupts import CHANGES, Process, hooks
 
 from ddbatch.core import RunError
 from ddbatch.data.attempts import end_attempt, new_attempt, read_attempts, start_attempt
@@ -88,23 +86,23 @@ def test_without_attempts_there_are_none(folder: RunFolder) -> None:
     assert len(read_attempts(folder)) == 1
 
 
-def test_an_attempt_does_not_mind_being_swept_before_it_has_done_anything(tmp_path: Path) -> None:
-    for num_calls in count():
-        folder = RunFolder(tmp_path / f"after-{num_calls}")
-        name = new_attempt()
-        with hooks():
-            worker = Process(partial(start_attempt, folder, name, {}))
-            for _ in range(num_calls):
-                worker.step()
-            if worker.next_call is None:
-                break
-            if worker.next_call in CHANGES:
-                shutil.rmtree(folder.tmp(name), ignore_errors=True)
-            while worker.step():
-                pass
-        (attempt,) = read_attempts(folder)
-        assert attempt.name == name
-    assert num_calls > 10
+def test_an_attempt_is_over_once_it_has_ended_or_was_killed_on_this_machine(
+    folder: RunFolder,
+) -> None:
+    ours, ended = start(folder, {}), start(folder, {})
+    end_attempt(folder, ended, 0, "done")
+    code = (
+        "import os, sys; from pathlib import Path; from ddbatch.data.attempts import start_attempt;"
+        "from ddbatch.data.folder import RunFolder;"
+        "start_attempt(RunFolder(Path(sys.argv[1])), 'killed', {}); os.kill(os.getpid(), 9)"
+    )
+    subprocess.run([sys.executable, "-c", code, str(folder.place)])
+    away = folder.state("attempts") / "away.json"
+    values = json.loads((folder.state("attempts") / "killed.json").read_text())
+    away.write_text(json.dumps({**values, "machine": "another"}))
+    over = {attempt.name: attempt.is_over for attempt in read_attempts(folder)}
+    is_known = values["machine"] is not None
+    assert over == {ours: False, ended: True, "killed": is_known, "away": False}
 
 
 def test_a_disk_that_fails_is_not_hidden(

@@ -383,12 +383,12 @@ def test_where_all_is_in_place_roll_forward_looks_once_at_each_file(folder: RunF
     assert calls == {"stat": 3}
 
 
-def test_sweeping_leaves_the_keeper_and_what_records_point_at(folder: RunFolder) -> None:
-    clean_tmp(folder, keep="last")  # nothing is there
+def test_sweeping_leaves_who_may_still_run_and_what_records_point_at(folder: RunFolder) -> None:
+    clean_tmp(folder, ["first"])  # nothing is there
     records = committed(folder, 2)
     write_part(folder, 0, 2, "second", UNITS[2])
     write_part(folder, 0, 2, "last", UNITS[2])
-    clean_tmp(folder, keep="last")
+    clean_tmp(folder, ["first", "second", "third"])
     assert [place.name for place in folder.state("tmp").iterdir()] == ["last"]
     assert len(list(folder.tmp("last").iterdir())) == 2
     check(folder)
@@ -399,7 +399,7 @@ def test_sweeping_stops_where_a_record_is_broken(folder: RunFolder) -> None:
     (record,) = committed(folder)
     folder.record(0, 0).write_text(to_json(record)[:-9])
     with pytest.raises(StateError):
-        clean_tmp(folder, keep="last")
+        clean_tmp(folder, ["first", "second"])
     assert len(list(folder.tmp("first").iterdir())) == 3
 
 
@@ -419,5 +419,5 @@ def test_sweepers_do_not_mind_each_other(
 
     monkeypatch.setattr(os, "rmdir", twice(rmdir))
     monkeypatch.setattr(os, "unlink", twice(unlink))
-    clean_tmp(folder, keep="last")
+    clean_tmp(folder, ["first", "second"])
     assert not list(folder.state("tmp").iterdir())

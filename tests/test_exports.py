@@ -17,8 +17,8 @@ from ddbatch.data.export.reasoning import Answer, split_reasoning
 from ddbatch.data.schema import completions_schema
 
 KEPT = (KeptColumn("prompt", pa.string(), False), KeptColumn("topic", pa.int64(), False))
-SCHEMA = completions_schema(keep=KEPT, store=("prompt_ids",), has_tools=False)
-TOOLS = completions_schema(keep=(), store=(), has_tools=True)
+SCHEMA = completions_schema(keep=KEPT, store=("prompt_ids",))
+TOOLS = completions_schema(keep=(), store=(), message_fields=("name", "tool_calls", "tool_call_id"))
 
 
 def completion(
@@ -294,7 +294,7 @@ def test_answers_are_counted_whatever_is_done_with_reasoning(format: str, reason
 
 def test_a_kept_column_makes_way_for_a_columns_name() -> None:
     kept = [KeptColumn(name, pa.string(), False) for name in ("reasoning", "conversations")]
-    schema = completions_schema(keep=kept, store=(), has_tools=False)
+    schema = completions_schema(keep=kept, store=())
     row = completion(0, THOUGHT, schema=schema) | {"reasoning": "mine", "conversations": "too"}
     (full,) = exported([row], "full", schema=schema)
     assert full["reasoning"] == "mine"
@@ -304,7 +304,7 @@ def test_a_kept_column_makes_way_for_a_columns_name() -> None:
     (chat,) = exported([row], "conversations", schema=schema)
     assert chat["input_conversations"] == "too"
     kept = [KeptColumn(name, pa.string(), False) for name in ("reasoning", "input_reasoning")]
-    schema = completions_schema(keep=kept, store=(), has_tools=False)
+    schema = completions_schema(keep=kept, store=())
     with pytest.raises(ValueError, match=r"whose name is taken becomes 'input_reasoning'"):
         exported([completion(0, THOUGHT, schema=schema)], "full", "split", schema=schema)
 

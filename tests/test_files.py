@@ -206,46 +206,83 @@ def test_a_local_folder_wins_over_a_hub_data_set_of_that_name(hub: Path, tmp_pat
     assert names(listed("org/name")) == ["x.jsonl"]
 
 
+def commit_part(place: Path, shard: int, number: int, **tables: dict[str, list[object]]) -> None:
+    """A part of a run: the record's link is made, the files keep their tmp names."""
+    folder, files = RunFolder(place), []
+    for name, columns in tables.items():
+        tmp = folder.tmp("a") / f"{name}-{shard}-{number}"
+        table(tmp, **columns)
+        files.append(
+            PartFile(
+                table=name,
+                tmp=folder.relative(tmp),
+                final=folder.relative(folder.part(name, shard, number)),
+                sha256=hashlib.sha256(tmp.read_bytes()).hexdigest(),
+                size=tmp.stat().st_size,
+                rows=len(next(iter(columns.values()))),
+            )
+        )
+    record = Record(
+        shard=shard,
+        number=number,
+        attempt="a",
+        files=tuple(files),
+        keys=blocks_of([Key(10 * number, 0, 0)]),
+        counts=PartCounts(1, {}, 2, 2, 0, 0, 1),
+        closed_at=0.0,
+        seconds=1.0,
+    )
+    assert commit(folder, record)
+
+
 def make_run(place: Path) -> Path:
     """The folder of a run with two parts of completions and one of rejected rows."""
     (place / ".ddbatch").mkdir(parents=True)
     (place / "manifest.json").write_text("{}")
-    parts = (("10", ["a", "b", "c"], ["length", "stop", "length"]), ("9", ["d"], ["length"]))
-    for number, prompts, reasons in parts:
-        file = place / f"completions/shard-00000-part-{number}.parquet"
-        table(file, prompt=prompts, finish_reason=reasons)
     rejected = ['{"prompt": "x", "n": 1}', "{", '{"prompt": "y"}']
-    table(place / "rejected/shard-00000-part-3.parquet", raw_json=rejected, code=["z"] * 3)
+    commit_part(place, 0, 0, completions={"prompt": ["d"], "finish_reason": ["length"]})
+    commit_part(
+        place,
+        0,
+        1,
+        completions={"prompt": ["a", "b", "c"], "finish_reason": ["length", "stop", "length"]},
+        rejected={"raw_json": [*rejected], "code": ["z"] * 3},
+    )
     return place
 
 
 def test_an_earlier_run_is_an_input_whole_or_in_part(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
+    assert not (run / "completions").exists()  # the final names are made by who reads
     listing = listed(run)
     assert listing.is_run
     assert names(listing) == [
-        "completions/shard-00000-part-9.parquet",
-        "completions/shard-00000-part-10.parquet",
+        f"completions/shard-00000-part-00000{number}.parquet" for number in (0, 1)
     ]
     assert values(listing, "prompt") == ["d", "a", "b", "c"]
     assert values(listed(run, select="truncated"), "prompt") == ["d", "a", "c"]
-    shutil.rmtree(run / "completions")
     assert values(listed(run, select="rejected"), "prompt") == ["x", None, "y"]
-    with pytest.raises(ValueError, match=r"data\.select=all: this run has no completions"):
-        listed(run)
+
+
+def test_only_committed_files_of_an_earlier_run_are_read(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    listed(run)
+    file = run / "completions/shard-00000-part-000000.parquet"
+    shutil.copy(file, run / "completions/copy.parquet")
+    assert values(listed(run), "prompt") == ["d", "a", "b", "c"]
 
 
 def test_an_earlier_run_without_such_rows_says_so(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run")
-    (run / "rejected/shard-00000-part-3.parquet").unlink()
+    run = tmp_path / "run"
+    (run / ".ddbatch").mkdir(parents=True)
+    (run / "manifest.json").write_text("{}")
+    commit_part(run, 0, 0, completions={"prompt": ["a"], "finish_reason": ["stop"]})
     with pytest.raises(ValueError, match=r"data\.select=rejected: this run has no rejected"):
         listed(run, select="rejected")
-    for file in (run / "completions").iterdir():
-        table(file, prompt=["a"], finish_reason=["stop"])
     with pytest.raises(ValueError, match=r"data\.select=truncated: no row of this run was cut"):
         values(listed(run, select="truncated"), "prompt")
-    table(run / "completions/shard-00000-part-9.parquet", prompt=["a"])
-    with pytest.raises(ValueError, match=r"part-9\.parquet cannot be read \(no column finish_r"):
+    commit_part(run, 0, 1, completions={"prompt": ["a"]})
+    with pytest.raises(ValueError, match=r"part-000001\.parquet cannot be read \(no column finish"):
         values(listed(run, select="truncated"), "prompt")
 
 
@@ -263,31 +300,3 @@ def test_the_two_hub_libraries_are_imported_only_for_a_hub_data_set(tmp_path: Pa
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == "1 []"
-
-
-def test_parts_of_an_earlier_run_get_their_final_names_first(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run")
-    folder = RunFolder(run)
-    tmp = folder.tmp("a") / "completions"
-    table(tmp, prompt=["e", "f"], finish_reason=["stop", "length"])
-    part = PartFile(
-        table="completions",
-        tmp=folder.relative(tmp),
-        final=folder.relative(folder.part("completions", 1, 0)),
-        sha256=hashlib.sha256(tmp.read_bytes()).hexdigest(),
-        size=tmp.stat().st_size,
-        rows=2,
-    )
-    record = Record(
-        shard=1,
-        number=0,
-        attempt="a",
-        files=(part,),
-        keys=blocks_of([Key(4, 0, 0), Key(5, 0, 0)]),
-        counts=PartCounts(2, {}, 2, 2, 0, 0, 1),
-        closed_at=0.0,
-        seconds=1.0,
-    )
-    assert commit(folder, record)
-    assert values(listed(run), "prompt") == ["d", "a", "b", "c", "e", "f"]
-    assert not tmp.exists()

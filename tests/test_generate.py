@@ -160,7 +160,7 @@ def test_equal_ids_are_noted_and_all_rows_are_made(
 ) -> None:
     data = write_jsonl(tmp_path / "p.jsonl", [{"prompt": "w1", "id": "a"}] * 3)
     assert main(command(pair, data, tmp_path / "out", "data.id_column=id")) == 0
-    assert "2 rows repeat a value of data.id_column" in capsys.readouterr().out
+    assert "2 rows with an id (data.id_column) that came before" in capsys.readouterr().out
     assert len(table(tmp_path / "out", "completions")) == 3
 
 

@@ -25,7 +25,7 @@ MANIFEST = Manifest(
     identity={"sampling.seed": 0, "data.template": None, "stop token ids": [1, 2]},
     columns=Columns("chat", "messages", id_column="name", keep=KEEP),
     schemas={
-        "completions": completions_schema(keep=KEEP, store=STORE, has_tools=False),
+        "completions": completions_schema(keep=KEEP, store=STORE),
         "acceptance": acceptance_schema(),
         "rejected": rejected_schema(),
     },

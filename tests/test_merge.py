@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import tracemalloc
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -160,9 +161,30 @@ def test_the_streaming_merge_equals_a_sort_in_memory(
         splits = [make_split(place / f"run-{at}", at, split) for at, split in enumerate(made)]
         folders, rows = zip(*splits, strict=True)
         make_small(patch)
-        found = merged(config_for(folders[0], place / "out", *folders[1:], by=by))
+        config = config_for(folders[0], place / "out", *folders[1:], by=by)
+        if by == "id" and loses_rows(rows):
+            with pytest.raises(ValueError, match=r"merge\.by=id: .* rows would be lost"):
+                merged(config)
+            return
+        found = merged(config)
     expected = last_by_key(rows) if by == "key" else last_by_id(rows)
     assert found == expected
+
+
+def loses_rows(runs: Sequence[list[Row]]) -> bool:
+    """Whether an id stands in more rows of a run than of the last run that has it."""
+    counts = [Counter(row["id"] for row in rows if row["id"] is not None) for rows in runs]
+    last = {value: count for of_run in counts for value, count in of_run.items()}
+    return any(count > last[value] for of_run in counts for value, count in of_run.items())
+
+
+def test_ids_that_repeat_are_refused_where_rows_would_be_lost(tmp_path: Path) -> None:
+    first, second = (MadeRun(tmp_path / name) for name in ("first", "second"))
+    first.add(completion(Key(at, 0, 0), id=f"r{at % 2}") for at in range(4))
+    second.add([completion(Key(0, 0, 0), id="r1")])
+    with pytest.raises(ValueError, match=r"merge\.by=id: 1 values stand in more rows of a run"):
+        merged(config_for(first.folder, tmp_path / "out", second.folder, by="id"))
+    assert not (tmp_path / "out").exists()
 
 
 # --- several runs ---------------------------------------------------------------------------------
@@ -232,11 +254,11 @@ def test_runs_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
     first = make_run(tmp_path / "first", [1])
     schemas = {
         r"topic is new": completions_schema(
-            keep=[KeptColumn("topic", pa.string(), False)], store=("prompt_ids",), has_tools=False
+            keep=[KeptColumn("topic", pa.string(), False)], store=("prompt_ids",)
         ),
-        r"prompt_token_ids is missing": completions_schema(keep=(), store=(), has_tools=False),
+        r"prompt_token_ids is missing": completions_schema(keep=(), store=()),
         r"messages is list<.*tool_calls.*, not list<": completions_schema(
-            keep=(), store=("prompt_ids",), has_tools=True
+            keep=(), store=("prompt_ids",), message_fields=("name", "tool_calls", "tool_call_id")
         ),
     }
     for at, (difference, schema) in enumerate(schemas.items()):

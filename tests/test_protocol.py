@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from itertools import count
@@ -17,7 +16,7 @@ from typing import Any
 
 import interrupts
 import pytest
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck, Phase, event, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from interrupts import CHANGES, Process, cut_off, quickly, run_hooked
@@ -35,6 +34,7 @@ from small_run import (
 
 from ddbatch.core import Key
 from ddbatch.data.commits import (
+    clean_tmp,
     commit,
     read_shard,
     recover,
@@ -45,7 +45,6 @@ from ddbatch.data.folder import RunFolder
 MAX_PROCESSES = 4
 # Calls that a network file system makes twice: the second time it reports what the first did.
 LIES = {"link": FileExistsError, "rename": FileNotFoundError, "unlink": FileNotFoundError}
-SEEN: Counter[str] = Counter()
 NUMBERS = st.integers(0, MAX_PROCESSES - 1)
 
 
@@ -93,9 +92,16 @@ class Workers(RuleBasedStateMachine):
     def start_worker(self, seed: int, part_units: int) -> None:
         self.num_started += 1
         name = f"attempt{self.num_started}"
-        self.processes.append(
-            Process(lambda: self.logs.append(generate(self.folder, name, seed, part_units)))
-        )
+
+        def work() -> None:
+            self.logs.append(generate(self.folder, name, seed, part_units, self.over))
+
+        self.processes.append(Process(work, name))
+
+    def over(self) -> set[str]:
+        """Attempts that were killed or have come to their end."""
+        started = {f"attempt{number + 1}" for number in range(self.num_started)}
+        return started - {process.name for process in self.processes}
 
     @precondition(lambda self: len(self.processes) < MAX_PROCESSES)
     @rule()
@@ -136,10 +142,13 @@ class Workers(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         try:
-            self.logs.append(run_hooked(lambda: generate(self.folder, "last"), quickly))
+            last = run_hooked(lambda: generate(self.folder, "last", over=self.over), quickly)
+            self.logs.append(last)
             check_complete(self.folder)
             while self.processes:  # stale by now
                 self.run(self.processes[0], 100_000)
+            check_complete(self.folder)
+            clean_tmp(self.folder, self.over())
             check_complete(self.folder)
             records = [
                 record for shard in SHARDS for record in read_shard(self.folder, shard.index)
@@ -147,10 +156,7 @@ class Workers(RuleBasedStateMachine):
             won = [record for log in self.logs for record in log.won]
             assert all(record in records for record in won)
             assert not any(record in records for log in self.logs for record in log.lost)
-            SEEN.update(
-                lost=sum(len(log.lost) for log in self.logs),
-                swept=sum(log.num_swept for log in self.logs),
-            )
+            event(f"numbers lost: {sum(len(log.lost) for log in self.logs)}")
         finally:
             for process in self.processes:
                 process.kill()
@@ -159,7 +165,7 @@ class Workers(RuleBasedStateMachine):
 
 
 Workers.TestCase.settings = settings(
-    max_examples=80,
+    max_examples=60,
     stateful_step_count=40,
     deadline=None,
     derandomize=True,

@@ -304,6 +304,16 @@ def test_a_second_repair_overwrites_nothing_that_the_first_moved(tmp_path: Path)
         finish(folder)
 
 
+def test_a_file_of_the_same_size_and_other_content_goes_aside(tmp_path: Path) -> None:
+    folder = start(tmp_path / "run")
+    final = final_of(folder)
+    final.write_text("x" * final.stat().st_size)
+    recover(folder, SHARD.index)
+    assert folder.relative(final) in mend(folder, "mender")
+    assert len(recover(folder, SHARD.index)) == BROKEN
+    finish(folder)
+
+
 def test_where_nothing_is_broken_repair_moves_nothing(tmp_path: Path) -> None:
     folder = start(tmp_path / "run")
     assert mend(folder, "mender") == []

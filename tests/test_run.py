@@ -273,7 +273,7 @@ def test_long_prompts_are_rejected_or_cut_and_said(tmp_path: Path, capsys: Captu
         for row in run.table(out=out)
     ]
     assert cut == [(3, 0, 12), (75, 0, 5), (79, 0, 1), (68, 12, 12), (68, 31, 12)]
-    assert "2 prompts lost their beginning" in capsys.readouterr().out
+    assert "2 prompts cut at the beginning" in capsys.readouterr().out
 
 
 def test_room_grows_with_the_prompts_and_shorter_ones_stay(

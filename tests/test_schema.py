@@ -30,7 +30,7 @@ from ddbatch.data.schema import (
 )
 
 STORE = ("prompt_ids", "acceptance")
-FULL = completions_schema(keep=(), store=STORE, has_tools=False)
+FULL = completions_schema(keep=(), store=STORE)
 
 
 def finished(
@@ -156,7 +156,7 @@ def test_files_carry_the_schema_and_the_settings(tmp_path: Path) -> None:
         for field in written.schema_arrow:
             assert not pa.types.is_large_string(field.type)
             assert not pa.types.is_null(field.type)
-    bare = completions_schema(keep=(), store=(), has_tools=False)
+    bare = completions_schema(keep=(), store=())
     assert bare.names == [name for name in FULL.names if name != "prompt_token_ids"]
 
 
@@ -181,7 +181,9 @@ def test_without_tools_messages_keep_role_and_text_only() -> None:
 
 
 def test_with_tools_messages_keep_what_tool_use_adds() -> None:
-    kind = completions_schema(keep=(), store=STORE, has_tools=True)
+    kind = completions_schema(
+        keep=(), store=STORE, message_fields=("name", "tool_calls", "tool_call_id")
+    )
     call = [{"id": "c1", "function": {"name": "f", "arguments": {"x": 1}}}]
     messages = [
         {"role": "user", "content": "go"},
@@ -216,7 +218,7 @@ def test_kept_columns_keep_their_type_and_say_where_they_are_json(tmp_path: Path
         KeptColumn("tags", pa.list_(pa.string()), False),
         KeptColumn("meta", pa.string(), True),
     )
-    kind = completions_schema(keep=keep, store=STORE, has_tools=False)
+    kind = completions_schema(keep=keep, store=STORE)
     prompt = Prompt(Key(0, 0, 0), text="x", kept=(1.5, ["a", None], '{"a": 1}'))
     read = read_back([completions_row(finished(prompt=prompt), kind)], kind, tmp_path)
     row = read.select([column.name for column in keep]).to_pylist()[0]
@@ -228,12 +230,12 @@ def test_kept_columns_keep_their_type_and_say_where_they_are_json(tmp_path: Path
 def test_a_kept_column_must_not_hide_another(names: list[str]) -> None:
     keep = tuple(KeptColumn(name, pa.string(), False) for name in names)
     with pytest.raises(ValueError, match=r"data\.keep_columns=.*is a column of the output"):
-        completions_schema(keep=keep, store=STORE, has_tools=False)
+        completions_schema(keep=keep, store=STORE)
 
 
 def test_only_known_extras_are_stored() -> None:
     with pytest.raises(ValueError, match=r"output\.store=\['logits'\].*prompt_ids, acceptance"):
-        completions_schema(keep=(), store=["logits"], has_tools=False)
+        completions_schema(keep=(), store=["logits"])
 
 
 def test_a_row_that_ends_in_prefill_has_no_rounds() -> None:

@@ -31,7 +31,7 @@ TYPED = [
     ("--model.path=/m", "no such flag", "did you mean model.path=VALUE?"),
     ("model.path = /m", "", "model.path=VALUE, without spaces"),
     ("output_dir=out", "required and not set: model.path, data.path", "model.path=DIR"),
-    ("-m output_dir=a,a model.path=m data.path=d", "would share output_dir=a", "out1,out2"),
+    ("-m output_dir=a,a model.path=m data.path=d", "runs would share output_dir=", "out1,out2"),
     ("job=bench", "job=bench is not built yet", "built: generate"),
     ("job=merge output_dir=o", "required and not set: merge.output_dir", ""),
     ("output.resume=yes", "expected auto, never, require or repair", ""),

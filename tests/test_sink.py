@@ -180,26 +180,6 @@ def test_who_comes_second_throws_its_part_away_and_gives_the_shard_up(tmp_path: 
     assert row_ids(tmp_path, "completions") == [[0, 1], [2]]
 
 
-def test_a_tmp_folder_that_was_swept_loses_the_part_and_nothing_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out = make_sink(tmp_path)
-    add(out, finished(0))
-
-    def sweep(rows: Sequence[TableRow], kind: pa.Schema, file: Path) -> None:
-        for other in file.parent.iterdir():
-            other.unlink()
-        file.parent.rmdir()
-        write_table(rows, kind, file)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(sink, "write_table", sweep)
-        assert out.commit_part(2) is None
-    out.open_shard(2, 0)
-    add(out, finished(0))
-    assert out.commit_part(2) is not None
-
-
 def test_a_part_that_cannot_be_written_shows_no_file_and_leaves_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,6 +13,7 @@ import time
 import uuid
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from ddbatch.core import RunError
 from ddbatch.data.folder import RunFolder, list_names, write_new
@@ -37,6 +38,12 @@ class Attempt:
     exit_code: int | None
     reason: str | None
     ended_at: float | None
+    is_gone: bool = False  # it was killed on this machine; of other machines nothing is known
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it surely works on the run no more."""
+        return self.ended_at is not None or self.is_gone
 
 
 def new_attempt() -> str:
@@ -50,6 +57,7 @@ def start_attempt(folder: RunFolder, name: str, about: Mapping[str, object]) -> 
         "started_at": time.time(),
         "host": socket.gethostname(),
         "pid": os.getpid(),
+        "machine": _machine(),
         "about": dict(about),
     }
     is_new = _write(folder, name + _STARTED, started, name)
@@ -82,6 +90,7 @@ def _read_attempt(folder: RunFolder, name: str, names: Collection[str]) -> Attem
                 "started_at": int() | float() as started_at,
                 "host": str() as host,
                 "pid": int() as pid,
+                "machine": str() | None as machine,
                 "about": dict() as about,
             },
             {
@@ -90,8 +99,31 @@ def _read_attempt(folder: RunFolder, name: str, names: Collection[str]) -> Attem
                 "reason": str() | None as reason,
             },
         ):
-            return Attempt(name, about, started_at, host, pid, exit_code, reason, ended_at)
+            is_gone = ended is _RUNS and machine == _machine() and not _is_alive(pid)
+            return Attempt(name, about, started_at, host, pid, exit_code, reason, ended_at, is_gone)
     raise _not_told(folder, name, "a field is missing or of a wrong kind")
+
+
+def _machine() -> str | None:
+    """Boot and process namespace, where a process id means something; None where none is told."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}:{os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:
+        return None
+
+
+def _is_alive(pid: int) -> bool:
+    """Whether this machine has the process; one that has taken its number counts too."""
+    if _machine() is None:
+        return True
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
 
 
 def _read(folder: RunFolder, name: str) -> object:

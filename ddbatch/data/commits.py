@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 
@@ -154,7 +155,7 @@ def commit(folder: RunFolder, record: Record) -> bool:
         tmp.write_text(text, encoding="utf-8")
         return link_new(tmp, final) or _is_committed(folder, record)
     except FileNotFoundError:
-        # Who saw the run complete has swept our folder: then all keys, and the number, are taken.
+        # Our files were deleted by somebody. Where the number is taken, we have lost it, no more.
         if not final.exists():
             raise
         return _is_committed(folder, record)
@@ -227,20 +228,28 @@ def _size(file: Path) -> int | None:
 
 
 def recover(folder: RunFolder, shard: int) -> tuple[Record, ...]:
-    """A shard's records, with all of their files under final names."""
+    """A shard's records, with all of their files under final names.
+
+    RunError where the disk refuses (a folder of somebody else, with a part that was cut off).
+    """
     records = read_shard(folder, shard)
-    for record in records:
-        roll_forward(folder, record)
+    try:
+        for record in records:
+            roll_forward(folder, record)
+    except OSError as error:
+        raise RunError(
+            f"{folder.place}: a committed part cannot be given its final name: {error}"
+        ) from error
     return records
 
 
-def clean_tmp(folder: RunFolder, keep: str) -> None:
-    """Delete the tmp folders of all attempts but `keep`; only once the run is complete.
+def clean_tmp(folder: RunFolder, over: Collection[str]) -> None:
+    """Delete the tmp folders of attempts that surely work on the run no more.
 
-    What a record points at gets its final name first. An attempt that still runs then can commit
-    nothing more: all keys are in records that it has not read.
+    What a record points at gets its final name first. Of an attempt that may still run nothing is
+    touched, complete as the run may look: its input may have grown since we looked.
     """
-    places = [folder.tmp(attempt) for attempt in list_names(folder.state("tmp"))]
+    places = [folder.tmp(name) for name in list_names(folder.state("tmp")) if name in over]
     tables: set[Path] = set()
     for shard in shards_with_records(folder):
         for record in recover(folder, shard):
@@ -248,5 +257,4 @@ def clean_tmp(folder: RunFolder, keep: str) -> None:
     for table in tables:
         sync(table)  # another worker may have renamed and not come so far
     for place in places:
-        if place != folder.tmp(keep):
-            shutil.rmtree(place, ignore_errors=True)  # what is left of it takes space only
+        shutil.rmtree(place, ignore_errors=True)  # what is left of it takes space only

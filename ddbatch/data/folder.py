@@ -7,6 +7,7 @@ nothing about what is in the files. Standard library only.
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,9 +22,13 @@ _LINK_REFUSED = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, err
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Where everything of a run is; `place` is output_dir."""
+    """Where everything of a run is; `place` is output_dir, made absolute: Arrow would take a
+    relative name with a colon for the address of a file system."""
 
     place: Path
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "place", self.place.absolute())
 
     @property
     def manifest(self) -> Path:
@@ -108,23 +113,16 @@ def link_new(tmp: Path, final: Path) -> bool:
             f"from being overwritten ({error}); choose another output_dir"
         ) from error
     sync(final.parent)
-    tmp.unlink(missing_ok=True)  # who sees the run complete sweeps up after everybody
+    tmp.unlink(missing_ok=True)
     return is_ours
 
 
 def write_new(text: str, tmp: Path, final: Path) -> bool:
     """Make `final` with this text through `tmp`; False if the name was taken."""
-    for is_last_try in (False, True):
-        try:
-            tmp.parent.mkdir(parents=True, exist_ok=True)
-            tmp.unlink(missing_ok=True)  # after a failure it may be another name of a final file
-            tmp.write_text(text, encoding="utf-8")
-            return link_new(tmp, final)
-        except FileNotFoundError:
-            # Who sees the run complete sweeps up the tmp folders of all others, once.
-            if is_last_try or tmp.exists():
-                raise
-    raise AssertionError("one of the tries returns or raises")
+    tmp.parent.mkdir(parents=True, exist_ok=True)
+    tmp.unlink(missing_ok=True)  # after a failure it may be another name of a file that is final
+    tmp.write_text(text, encoding="utf-8")
+    return link_new(tmp, final)
 
 
 def check_hard_links(folder: RunFolder, attempt: str) -> None:
@@ -133,6 +131,12 @@ def check_hard_links(folder: RunFolder, attempt: str) -> None:
     linked = probe.with_name("probe-linked")
     write_new("", probe, linked)
     linked.unlink()
+
+
+def hash_file(file: Path) -> str:
+    """The sha256 of a file's content."""
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()
 
 
 class StateError(RunError):

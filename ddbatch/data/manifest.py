@@ -67,9 +67,14 @@ def create_manifest(folder: RunFolder, attempt: str, manifest: Manifest) -> Mani
     """
     write_new(_to_json(manifest), folder.tmp(attempt) / "manifest.json", folder.manifest)
     holds = read_manifest(folder)
-    if not folder.readme.exists():
-        write_new(card(holds), folder.tmp(attempt) / "README.md", folder.readme)
+    create_card(folder, attempt, holds)
     return holds
+
+
+def create_card(folder: RunFolder, attempt: str, manifest: Manifest) -> None:
+    """Make the card unless there is one, which the user may have edited."""
+    if not folder.readme.exists():
+        write_new(card(manifest), folder.tmp(attempt) / "README.md", folder.readme)
 
 
 def read_manifest(folder: RunFolder) -> Manifest:

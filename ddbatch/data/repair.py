@@ -17,15 +17,15 @@ import numpy as np
 from ddbatch.core import Shard
 from ddbatch.data.commits import list_records, read_record, roll_forward
 from ddbatch.data.finished import mark_record
-from ddbatch.data.folder import RunFolder, StateError, list_names, make_folder, sync
+from ddbatch.data.folder import RunFolder, StateError, hash_file, list_names, make_folder, sync
 
 
 def repair(folder: RunFolder, shard: Shard, samples: int, attempt: str) -> list[str]:
     """Move a shard's first broken record and its later ones, with their files, to
     .ddbatch/aside/<attempt>; the names moved, none if nothing is broken.
 
-    Broken is what read_shard, roll_forward or mark_finished refuses, and a file under a final name
-    without a record. Good records are rolled forward.
+    Broken is what read_shard, roll_forward or mark_finished refuses, a file of another sha256, and
+    a file under a final name without a record. Good records are rolled forward.
     """
     numbers, strays = list_records(folder, shard.index)
     aside = _Aside(folder, folder.state("aside") / attempt)
@@ -55,6 +55,9 @@ def _first_broken(folder: RunFolder, shard: Shard, samples: int) -> int:
         while (record := read_record(folder, shard.index, number)) is not None:
             mark_record(finished, record, shard)
             roll_forward(folder, record)
+            for file in record.files:
+                if hash_file(folder.place / file.final) != file.sha256:
+                    raise StateError(f"{file.final} has another sha256 than its record says")
             number += 1
     except StateError:
         return number

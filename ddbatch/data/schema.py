@@ -21,8 +21,9 @@ SCHEMA_VERSION = 1
 STORED = ("prompt_ids", "acceptance")
 
 KEY_FIELDS = (("row_id", pa.int64()), ("turn", pa.int16()), ("sample", pa.int16()))
-# What tool use adds to a message; tool_calls as JSON, since arguments have no common type.
-_TOOL_FIELDS = ("name", "tool_calls", "tool_call_id")
+# What a message may have beside role and content; tool_calls as JSON, since arguments have no
+# common type.
+MESSAGE_FIELDS = ("name", "tool_calls", "tool_call_id", "reasoning_content")
 _DRAFTED = pa.struct([("rounds", pa.int32()), ("drafted", pa.int32())])
 # How the schema marks the kept input columns.
 _KEPT, _KEPT_AS_JSON = {"ddbatch": "kept"}, {"ddbatch": "kept, JSON"}
@@ -50,17 +51,18 @@ class FinishedRow:
 
 
 def completions_schema(
-    *, keep: Sequence[KeptColumn], store: Collection[str], has_tools: bool
+    *, keep: Sequence[KeptColumn], store: Collection[str], message_fields: Collection[str] = ()
 ) -> pa.Schema:
     """Content columns, then observed ones, then the kept input columns.
 
     Kept columns have their own type, or are JSON strings where the field's metadata says so.
-    has_tools: messages carry what tool use adds.
+    message_fields: those of MESSAGE_FIELDS that messages have.
     """
     for name in store:
         if name not in STORED:
             raise ValueError(f"output.store={list(store)}: allowed members: {', '.join(STORED)}")
-    message = ("role", "content", *(_TOOL_FIELDS if has_tools else ()))
+    more = (name for name in MESSAGE_FIELDS if name in message_fields)
+    message = ("role", "content", *more)
     fields: list[tuple[str, pa.DataType]] = [
         *KEY_FIELDS,
         ("id", pa.string()),

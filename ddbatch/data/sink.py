@@ -6,7 +6,6 @@ being made or decoded; columns are told by schema.py, the protocol by commits.py
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +25,7 @@ from ddbatch.data.commits import (
     discard,
     roll_forward,
 )
-from ddbatch.data.folder import RunFolder, sync
+from ddbatch.data.folder import RunFolder, hash_file, sync
 from ddbatch.data.parquet import TableRow, write_table
 from ddbatch.data.schema import (
     FinishedRow,
@@ -37,7 +36,6 @@ from ddbatch.data.schema import (
 
 # A part is closed before its rows need much more memory than this.
 PART_BYTES = 256 << 20
-_BLOCK_BYTES = 1 << 20
 
 
 @dataclass
@@ -137,13 +135,11 @@ class Sink:
         assert part.num_rows, shard
         try:
             record = self._write(shard, part)
-            is_ours = record is not None and commit(self._folder, record)
-            if record is not None and is_ours:
+            if commit(self._folder, record):
                 roll_forward(self._folder, record)
                 self._parts[shard] = self._new_part(part.number + 1)
                 return record
-            if record is not None:
-                discard(self._folder, record)
+            discard(self._folder, record)
         except OSError as error:
             raise RunError(
                 f"output_dir={self._folder.place}: part {part.number} of shard {shard} cannot be "
@@ -166,12 +162,8 @@ class Sink:
         assert key not in part.rows[table], f"{key} came twice"
         part.rows[table][key] = row
 
-    def _write(self, shard: int, part: _Part) -> Record | None:
-        """The part's files, whole and on the disk under tmp names; None if that folder vanished.
-
-        A worker that sees the run complete sweeps the tmp folders of all others; who still writes
-        then has lost anyway.
-        """
+    def _write(self, shard: int, part: _Part) -> Record:
+        """The part's files, whole and on the disk under tmp names."""
         tmp = self._folder.tmp(self._attempt)
         tmp.mkdir(parents=True, exist_ok=True)
         files: list[PartFile] = []
@@ -183,8 +175,6 @@ class Sink:
                     ordered = [rows[key] for key in sorted(rows)]
                     files.append(self._write_file(table, ordered, file, final))
             sync(tmp)
-        except FileNotFoundError:
-            return None
         except BaseException:
             # A full disk must not stay full of what will never be committed.
             for leftover in tmp.glob(f"*-shard-{shard:05d}-part-{part.number:06d}.parquet"):
@@ -218,15 +208,11 @@ class Sink:
         with pq.ParquetFile(file) as written:
             if written.metadata.num_rows != len(rows):
                 raise OSError(f"{file.name}: {written.metadata.num_rows} of {len(rows)} rows")
-        digest = hashlib.sha256()
-        with file.open("rb") as content:
-            while block := content.read(_BLOCK_BYTES):
-                digest.update(block)
         return PartFile(
             table=table,
             tmp=self._folder.relative(file),
             final=self._folder.relative(final),
-            sha256=digest.hexdigest(),
+            sha256=hash_file(file),
             size=file.stat().st_size,
             rows=len(rows),
         )

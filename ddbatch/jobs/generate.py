@@ -25,7 +25,7 @@ from ddbatch.data.batching.turns import Turns
 from ddbatch.data.commits import clean_tmp, recover
 from ddbatch.data.fingerprint import hash_weights
 from ddbatch.data.folder import RunFolder, check_hard_links
-from ddbatch.data.manifest import Manifest, create_manifest
+from ddbatch.data.manifest import Manifest, create_card, create_manifest
 from ddbatch.data.reload_mark import renew_mark
 from ddbatch.data.repair import repair
 from ddbatch.data.rounds import RoundsLog
@@ -43,7 +43,8 @@ from ddbatch.jobs.generating.progress import Progress
 from ddbatch.jobs.generating.summary import done_text, left_text, print_summary
 from ddbatch.jobs.generating.tally import Tally
 from ddbatch.jobs.generating.units import Limits
-from ddbatch.jobs.generating.worker import Worker
+from ddbatch.jobs.generating.worker import Worker, units_done
+from ddbatch.jobs.show import plural
 from ddbatch.jobs.stopping import patient
 
 OpenPair = Callable[[Config, int | None], Pair]
@@ -77,11 +78,12 @@ def generate(config: Config, open_pair: OpenPair) -> int:
             start = _look(config, open_pair, folder, manifest)
     opening.refuse_another_run(config, manifest, start.identity)
     try:
+        create_card(folder, attempt, manifest)  # a start may have been cut off before it
         inputs, tally = _open_state(config, folder, attempt, start)
     except OSError as error:
         raise RunError(f"output_dir={config.output_dir}: {error}") from error
     if not tally.num_left:
-        clean_tmp(folder, attempt)
+        _sweep(folder)
         print(done_text(config.output_dir, tally))
         return _verdict(config, tally)
     decoder = decoder or start.setting.pair.load(tally.num_left)
@@ -149,7 +151,7 @@ def _create(config: Config, folder: RunFolder, attempt: str, start: _Start) -> M
     """Make the folder a run; the manifest that holds is another's if it started a moment before."""
     try:
         check_hard_links(folder, attempt)
-        manifest = opening.new_manifest(config, start.setting, start.identity)
+        manifest = opening.new_manifest(config, start.setting, start.scanned, start.identity)
         return create_manifest(folder, attempt, manifest)
     except OSError as error:
         raise ValueError(
@@ -180,7 +182,9 @@ def _open_state(
         print(f"note: {inputs.growth}", file=sys.stderr)
     tally = Tally(inputs.log.num_rows * inputs.log.samples)
     for shard in inputs.log.shards:
-        tally.see(recover(folder, shard.index))
+        records = recover(folder, shard.index)
+        units_done(folder, records, shard, inputs.log.samples)  # no key is in two records
+        tally.see(records)
     renew_mark(folder)  # a worker that was killed may not have come to it
     return inputs, tally
 
@@ -217,6 +221,14 @@ def _note_changes(folder: RunFolder, about: Mapping[str, object]) -> None:
             "completions of both are equal up to the numerics rule (near-ties may part)",
             file=sys.stderr,
         )
+
+
+def _sweep(folder: RunFolder) -> None:
+    """Remove what killed attempts have left; best effort."""
+    try:
+        clean_tmp(folder, {attempt.name for attempt in read_attempts(folder) if attempt.is_over})
+    except (OSError, RunError) as error:
+        print(f"note: tmp folders are not swept: {error}", file=sys.stderr)
 
 
 def _note_end(folder: RunFolder, attempt: str, code: int, reason: str) -> None:
@@ -283,7 +295,7 @@ def _work(
         notes = _notes(setting.pair, feed)
         print_summary(config.output_dir, tally, decoder.plan, decoder.figures, seconds, notes)
         if not tally.num_left:
-            clean_tmp(folder, attempt)
+            _sweep(folder)
         code = _verdict(config, tally)
         return code, "done" if code == ExitCode.DONE else "too many rejected rows"
 
@@ -305,6 +317,11 @@ def _from_start(shards: tuple[Shard, ...], start: int | str) -> tuple[Shard, ...
         first = os.environ.get("SLURM_ARRAY_TASK_MIN", "0")
         if task is None or count is None:
             return shards
+        if not (task.isdecimal() and count.isdecimal() and first.isdecimal()):
+            raise ValueError(
+                f"shards.start=auto: SLURM_ARRAY_TASK_ID={task}, _COUNT={count}, _MIN={first} are "
+                "no numbers; allowed: a task of an array, or shards.start as a number"
+            )
         start = (int(task) - int(first)) * len(shards) // max(1, int(count))
     at = start % max(1, len(shards))
     return shards[at:] + shards[:at]
@@ -333,8 +350,8 @@ def _notes(pair: Pair, feed: Feed) -> list[str]:
     notes = []
     if feed.num_repeated_ids:
         notes.append(
-            f"{feed.num_repeated_ids:,} rows repeat a value of data.id_column; rows are told "
-            "apart by row_id"
+            f"{plural(feed.num_repeated_ids, 'row')} with an id (data.id_column) that came before; "
+            "rows are told apart by row_id"
         )
     if pair.recommended:
         notes.append(

@@ -18,7 +18,7 @@ from ddbatch.data.attempts import Attempt
 from ddbatch.data.records import Record
 from ddbatch.jobs.show import Range
 
-WorkerState = Literal["running", "silent", "unknown", "ended"]
+WorkerState = Literal["running", "silent", "unknown", "ended", "killed"]
 
 RECENT_SECONDS = 1800.0  # the last parts: those of so long before a worker's last one
 # A worker that has neither ended nor closed a part for so long may be dead.
@@ -37,8 +37,9 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Worker:
-    """One attempt. silent: it has not ended, and nothing was heard of it for long (seconds_since
-    its start or its last part). unknown: the clocks do not tell.
+    """One attempt. killed: its process is gone from this machine. silent: it has not ended, and
+    nothing was heard of it for long (seconds_since its start or its last part). unknown: the clocks
+    do not tell.
 
     started_at, last_part_at, ended_at: unix times, as its host had them. rate: tokens per second,
     of its last parts and of its whole life.
@@ -178,6 +179,8 @@ def _worker(attempt: Attempt, parts: Sequence[Part], now: float) -> Worker:
     state: WorkerState = "running"
     if attempt.ended_at is not None or attempt.exit_code is not None:
         state = "ended"
+    elif attempt.is_gone:
+        state = "killed"
     elif since is None:
         state = "unknown"
     elif since > max(_SILENT_SECONDS, 3 * longest):

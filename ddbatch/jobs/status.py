@@ -147,7 +147,7 @@ def _time_left(found: Standing) -> str:
 
 def _worker_table(workers: Sequence[Worker]) -> str:
     """Those that are running first, then the latest."""
-    order = {"running": 0, "unknown": 1, "silent": 2, "ended": 3}
+    order = {"running": 0, "unknown": 1, "silent": 2, "killed": 3, "ended": 4}
     latest = list(workers)
     latest.reverse()
     shown = sorted(latest, key=lambda worker: order[worker.state])[:_MAX_WORKERS]

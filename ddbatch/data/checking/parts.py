@@ -6,7 +6,6 @@ rows to invariants.py. A finding is a StateError: one line that names file, reco
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import zip_longest
 
@@ -24,8 +23,9 @@ from ddbatch.data.checking.invariants import (
     read_rejected,
 )
 from ddbatch.data.checking.rules import Ints, key_words, pack_keys
+from ddbatch.data.commits import REPAIR
 from ddbatch.data.finished import mark_finished
-from ddbatch.data.folder import TABLES, RunFolder, StateError
+from ddbatch.data.folder import TABLES, RunFolder, StateError, hash_file
 from ddbatch.data.records import KeyBlock, PartCounts, PartFile, Record
 
 
@@ -105,12 +105,11 @@ def _check_file(folder: RunFolder, where: str, file: PartFile, schema: pa.Schema
     """One file, which has its size, against its record and the run's schema."""
     place = folder.place / file.final
     try:
-        with place.open("rb") as content:
-            digest = hashlib.file_digest(content, "sha256").hexdigest()
+        digest = hash_file(place)
         if digest != file.sha256:
             raise StateError(
                 f"{file.final} was changed after it was committed: sha256 {digest}; {where} says "
-                f"{file.sha256}"
+                f"{file.sha256}; {REPAIR}"
             )
         with pq.ParquetFile(place) as parquet:
             rows, found = parquet.metadata.num_rows, parquet.schema_arrow

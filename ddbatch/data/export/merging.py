@@ -52,7 +52,7 @@ def places_by_column(parts: Sequence[Part], column: str) -> Iterator[Places]:
         for places in _by_key(parts, [at for at, part in enumerate(parts) if part.run == run])
     ]
     part, position = np.concatenate(rows, axis=1)
-    taken = _last_of_each(parts, part, _digests(parts, column, part, position))
+    taken = _last_of_each(parts, part, _digests(parts, column, part, position), column)
     replaced = int(_are_completions(parts)[part].sum())
     replaced -= int(_are_completions(parts)[part[taken]].sum())
     for start in range(0, len(taken), STRETCH_ROWS):
@@ -127,7 +127,9 @@ def _refuse_twice(parts: Sequence[Part], part: Ints, group: Ints, key: Ints) -> 
         )
 
 
-def _last_of_each(parts: Sequence[Part], part: Ints, digest: NDArray[np.uint64]) -> Ints:
+def _last_of_each(
+    parts: Sequence[Part], part: Ints, digest: NDArray[np.uint64], column: str
+) -> Ints:
     """Which rows are taken, in the order in which they come. digest: all zero for null."""
     num_runs = 1 + max(item.run for item in parts)
     run = np.array([item.run for item in parts])[part]
@@ -143,6 +145,15 @@ def _last_of_each(parts: Sequence[Part], part: Ints, digest: NDArray[np.uint64])
         taken[rows] = run[rows] == best_run[group]
         is_shared = np.maximum.reduceat(run[rows], starts) > np.minimum.reduceat(run[rows], starts)
         place[rows] = np.where(is_shared[group], rows[starts][group], rows)
+        counts = np.bincount(group * num_runs + run[rows], minlength=len(starts) * num_runs)
+        counts = counts.reshape(-1, num_runs)
+        is_less = counts.max(axis=1) > counts[np.arange(len(starts)), best_run]
+        if is_less.any():
+            raise ValueError(
+                f"merge.by={column}: {int(is_less.sum()):,} values stand in more rows of a run "
+                "than of the run that would replace them, and rows would be lost; allowed: key, or "
+                "a column whose values name one row each"
+            )
     kept = np.flatnonzero(taken)
     return kept[np.argsort(place[kept], kind="stable")]
 

@@ -30,6 +30,7 @@ _LINES_BYTES = 1 << 20
 _CARD = """---
 configs:
 - config_name: default
+  description: merge {word}
   data_files:
   - split: train
     path: data/train-*.{file_type}
@@ -207,7 +208,10 @@ def make_card(schema: pa.Schema, file_type: FileType, facts: Mapping[str, str]) 
     if file_type == "jsonl":
         types = f"dataset_info:\n  config_name: default\n  features: {json_features(schema)}\n"
     lines = (f"| {name} | {_cell(value)} |" for name, value in facts.items())
-    return _CARD.format(file_type=file_type, types=types, facts="\n".join(lines))
+    # datasets keeps what it loads under a digest of the configs and the folder's last name: without
+    # a word of its own another merge of this name would be taken for this one.
+    word = uuid.uuid4().hex[:12]
+    return _CARD.format(file_type=file_type, types=types, facts="\n".join(lines), word=word)
 
 
 def _cell(text: str) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 import pyarrow as pa
@@ -133,12 +134,26 @@ def _of_kinds(seen: set[str]) -> ColumnType:
 
 
 def merge_columns(files: Iterable[Sequence[Column]]) -> dict[str, ColumnType]:
-    """All files' columns in the order of first sight; one whose types differ becomes JSON."""
+    """All files' columns in the order of first sight, of a type that holds all of the files'."""
     merged: dict[str, ColumnType] = {}
     for columns in files:
         for name, kind in columns:
-            merged[name] = kind if merged.setdefault(name, kind) == kind else JSON
+            merged[name] = _common(merged.setdefault(name, kind), kind)
     return merged
+
+
+def _common(one: ColumnType, other: ColumnType) -> ColumnType:
+    """The type that holds both: the wider of two integers or two floats, otherwise JSON."""
+    if one == other:
+        return one
+    kinds = (one.type, other.type)
+    for is_kind in (pa.types.is_integer, pa.types.is_floating):
+        if all(map(is_kind, kinds)):
+            schemas = [pa.schema([("", kind)]) for kind in kinds]
+            with suppress(pa.ArrowException):  # uint64 with a signed integer
+                wider = pa.unify_schemas(schemas, promote_options="permissive").field(0).type
+                return _plainly(wider) if is_kind(wider) else JSON
+    return JSON
 
 
 def encode_type(column: ColumnType) -> object:

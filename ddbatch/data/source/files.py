@@ -175,13 +175,17 @@ def _is_run(place: Path) -> bool:
 def _run_files(path: str, place: Path, select: Select) -> tuple[Path, ...]:
     """The committed files of one table of an earlier run."""
     folder = RunFolder(place)
-    for shard in shards_with_records(folder):
-        recover(folder, shard)
-    table = place / ("rejected" if select == "rejected" else "completions")
-    files = _in_order(table.glob("[!.]*.parquet")) if table.is_dir() else []
+    table = "rejected" if select == "rejected" else "completions"
+    files = [
+        place / file.final
+        for shard in shards_with_records(folder)
+        for record in recover(folder, shard)
+        for file in record.files
+        if file.table == table
+    ]
     if not files:
         raise ValueError(
-            f"data.path={path}, data.select={select}: this run has no {table.name}; "
+            f"data.path={path}, data.select={select}: this run has no {table}; "
             "allowed: a run with such rows"
         )
-    return tuple(files)
+    return tuple(_in_order(files))

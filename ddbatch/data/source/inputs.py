@@ -19,7 +19,7 @@ from ddbatch.data.folder import RunFolder
 from ddbatch.data.source.cache import load_index, load_verified, save_index, save_verified
 from ddbatch.data.source.column_types import merge_columns
 from ddbatch.data.source.files import Listing
-from ddbatch.data.source.formats import READ_ERRORS, is_plain_jsonl, read_rows, scan_file
+from ddbatch.data.source.formats import READ_ERRORS, is_plain_jsonl, read_rows, scan_file, stamp
 from ddbatch.data.source.growth import Grow, Wanted, describe_growth, next_entry
 from ddbatch.data.source.jsonl import INDEX_STEP, Offsets
 from ddbatch.data.source.log import EMPTY, InputFile, InputLog, append_entry, extend, read_log
@@ -80,8 +80,8 @@ class Inputs:
         changed = RunError(f"{path} has changed since this run began")
         count = 0
         try:
-            if path.stat().st_size != file.size:
-                raise changed
+            if stamp(path.stat()) != self.looks.hashes[file.name].stamp:
+                raise changed  # perhaps not in its content, but who writes to it may do it again
             offsets = self._offsets(file, path)
             for row in read_rows(path, self.log.select, start, stop, offsets):
                 count += 1

@@ -78,6 +78,8 @@ def read_log(folder: RunFolder) -> InputLog:
     names = list_names(place)
     # An entry is made after those before it, so that what is listed last tells how many there are.
     last = max((int(name[:6]) for name in names if _NAME.fullmatch(name)), default=-1)
+    if last < 0 and list_names(folder.state("commits")):
+        raise StateError(f"{place} is empty, and the run has commits; {_REPAIR}")
     log = EMPTY
     for number in range(last + 1):
         file = place / f"{number:06d}.json"

@@ -6,6 +6,7 @@ options and the order of the checks; how things are stored is told by the data r
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -18,13 +19,17 @@ import pyarrow as pa
 from ddbatch import __version__
 from ddbatch.checks import option
 from ddbatch.config import Config
+from ddbatch.core import Key, Prompt
 from ddbatch.data.batching.columns import Columns, choose_columns
 from ddbatch.data.batching.encoder import PromptEncoder
+from ddbatch.data.batching.prompts import to_prompt
 from ddbatch.data.batching.template import parse_template_date
+from ddbatch.data.batching.turns import Turns
 from ddbatch.data.fingerprint import HashMode, differences, hash_files, hash_text, hash_weights
-from ddbatch.data.folder import STATE, TABLES, RunFolder
+from ddbatch.data.folder import TABLES, RunFolder
 from ddbatch.data.manifest import Manifest, read_manifest
 from ddbatch.data.schema import (
+    MESSAGE_FIELDS,
     SCHEMA_VERSION,
     acceptance_schema,
     completions_schema,
@@ -36,22 +41,17 @@ from ddbatch.jobs.generating.decoder import Pair
 # How a token is drawn; a change of it changes every completion that is not greedy.
 DRAW_VERSION = 1
 
+_LOOKED_AT = 1000  # rows that tell which fields messages have
+
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 _PROMPT_OPTIONS = {"text": "prompt", "messages": "messages", "token_ids": "token_ids"}
-_OWN_NAMES = {
-    *TABLES,
-    "rounds",
-    "logprobs",
-    "README.md",
-    "manifest.json",
-    STATE,
-    ".huggingface.yaml",
-}
+_OWN_NAMES = {*TABLES, "rounds", "logprobs", "README.md", "manifest.json", "lost+found"}
 
 
 def open_folder(config: Config) -> tuple[RunFolder, Manifest | None]:
     """The run's folder, with its manifest if a run is there; nothing is made."""
     folder = RunFolder(Path(config.output_dir))
+    _refuse_orphans(folder)
     _refuse_unusable(folder)
     if folder.manifest.exists():
         if config.output.resume == "never":
@@ -65,13 +65,19 @@ def open_folder(config: Config) -> tuple[RunFolder, Manifest | None]:
             f"output_dir={folder.place} holds no run and output.resume={config.output.resume}; "
             "allowed: the output_dir of a run, or output.resume=auto to begin one"
         )
+    return folder, None
+
+
+def _refuse_orphans(folder: RunFolder) -> None:
+    """ValueError where a run has lost its manifest: another one would hide what is there."""
+    if folder.manifest.exists():
+        return
     held = [folder.place / table for table in TABLES if (folder.place / table).exists()]
     if any(any(table.iterdir()) for table in held):
         raise ValueError(
             f"output_dir={folder.place} holds parts of a run whose manifest.json is gone; "
             "allowed: another output_dir, or bring the file back from a copy"
         )
-    return folder, None
 
 
 def _refuse_unusable(folder: RunFolder) -> None:
@@ -85,10 +91,14 @@ def _refuse_unusable(folder: RunFolder) -> None:
         raise ValueError(f"{refused}: {base} is no folder that can be written to; {advice}")
     if not place.exists() or folder.manifest.exists():
         return
-    foreign = sorted(file.name for file in place.iterdir() if file.name not in _OWN_NAMES)
+    foreign = sorted(
+        file.name
+        for file in place.iterdir()
+        if file.name not in _OWN_NAMES and not file.name.startswith(".")
+    )
     if foreign:
         raise ValueError(f"{refused} holds {foreign[0]}, which is no part of a run; {advice}")
-    # Our own card without a manifest cannot be: it is made after it.
+    # It is no card of ours, which is made after the manifest.
     if folder.readme.exists():
         raise ValueError(f"{refused} holds a README.md of something else; {advice}")
 
@@ -195,13 +205,16 @@ def refuse_another_run(config: Config, manifest: Manifest, now: Mapping[str, obj
         )
 
 
-def new_manifest(config: Config, setting: Setting, now: Mapping[str, object]) -> Manifest:
+def new_manifest(
+    config: Config, setting: Setting, inputs: Inputs, now: Mapping[str, object]
+) -> Manifest:
     """What the run is, at its first start."""
+    message_fields = _message_fields(inputs, setting.columns, config.data.turns)
     schemas: dict[str, pa.Schema] = {
         "completions": completions_schema(
             keep=setting.columns.keep,
             store=config.output.store,
-            has_tools=setting.columns.tools_column is not None,
+            message_fields=message_fields,
         )
     }
     if "acceptance" in config.output.store:
@@ -216,6 +229,17 @@ def new_manifest(config: Config, setting: Setting, now: Mapping[str, object]) ->
         config=_public_options(config),
         ddbatch=__version__,
     )
+
+
+def _message_fields(inputs: Inputs, columns: Columns, turns: str) -> set[str]:
+    """What the messages of the first rows have beside role and content."""
+    found: set[str] = set()
+    stop = min(_LOOKED_AT, inputs.log.num_rows) if columns.kind == "messages" else 0
+    for row_id, row in inputs.rows(0, stop):
+        prompt = to_prompt(row, Key(row_id, 0, 0), columns, turns=cast(Turns, turns))
+        if isinstance(prompt, Prompt) and prompt.messages_json is not None:
+            found.update(*json.loads(prompt.messages_json))
+    return found & set(MESSAGE_FIELDS)
 
 
 def _public_options(config: Config) -> dict[str, object]:

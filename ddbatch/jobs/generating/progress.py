@@ -42,7 +42,7 @@ class Progress:
             unit="row",
             disable=not is_terminal,
             leave=False,
-            bar_format="{l_bar}{bar:20}| {n_fmt}/{total_fmt} committed{postfix}",
+            bar_format="{percentage:3.0f}%|{bar:12}| {n_fmt}/{total_fmt}{postfix}",
         )
         # (time, output tokens, finished units) over the last minute.
         self._samples: deque[tuple[float, int, int]] = deque([(self._started, 0, 0)])
@@ -71,7 +71,8 @@ class Progress:
 
     def _text(self, tally: Tally) -> str:
         (then, tokens_then, _), (now, tokens_now, _) = self._samples[0], self._samples[-1]
-        parts = [f"{(tokens_now - tokens_then) / max(now - then, 1e-9):,.0f} tokens/s"]
+        rate = (tokens_now - tokens_then) / max(now - then, 1e-9)
+        parts = [f"{rate:,.0f} tokens/s", f"ETA {self._eta(tally)}"]
         known = tally.known()
         if known.rounds:
             # The first token of a row comes from its prompt's forward, not from a round.
@@ -81,7 +82,6 @@ class Progress:
             parts.append(f"{known.rejected.total():,} rejected")
         if known.completions:
             parts.append(f"{share(known.truncated, known.completions)} truncated")
-        parts.append(f"ETA {self._eta(tally)}")
         return ", ".join(parts)
 
     def _eta(self, tally: Tally) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from ddbatch.core import ShapePlan
 from ddbatch.jobs.generating.decoder import DecoderFigures
 from ddbatch.jobs.generating.tally import Counts, Tally
-from ddbatch.jobs.show import counted, duration, facts, share
+from ddbatch.jobs.show import counted, duration, facts, plural, share
 
 # More truncated rows than this deserve a word.
 _MANY_TRUNCATED = 0.2
@@ -64,7 +64,7 @@ def print_summary(
         )
     if own.dropped_prompts:
         lines.append(
-            ("note", f"{own.dropped_prompts:,} prompts lost their beginning (data.on_long)")
+            ("note", f"{plural(own.dropped_prompts, 'prompt')} cut at the beginning (data.on_long)")
         )
     lines += [("note", note) for note in notes]
     lines.append(("written to", output_dir))

@@ -84,8 +84,8 @@ class Tally:
 
     @property
     def num_left(self) -> int:
-        """Units that no record has."""
-        return self.num_units - self.committed.units
+        """Units that no record has; another start may have asked for more than we know of."""
+        return max(0, self.num_units - self.committed.units)
 
     @property
     def num_open(self) -> int:

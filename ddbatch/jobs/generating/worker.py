@@ -9,11 +9,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ddbatch.core import Completion, Rejected, RunError, Shard
-from ddbatch.data.commits import mark_finished, recover
+from ddbatch.data.commits import Record, mark_finished, recover
 from ddbatch.data.folder import RunFolder
 from ddbatch.data.rounds import RoundsLog
 from ddbatch.data.sink import Sink
+from ddbatch.data.source.log import read_log
 from ddbatch.jobs.generating.decoder import Decoder
 from ddbatch.jobs.generating.feed import MAX_OPEN_SHARDS, Feed
 from ddbatch.jobs.generating.progress import Progress
@@ -27,6 +31,21 @@ MAX_NAN_ROWS = 8
 MIN_ROWS_FOR_RATE = 1000
 # Sequences start with this much room; it is doubled when a longer prompt comes.
 _MIN_ROOM = 256
+
+
+def units_done(
+    folder: RunFolder, records: Sequence[Record], shard: Shard, samples: int
+) -> NDArray[np.bool_]:
+    """Which units are done, [rows, samples]; StateError where records contradict each other.
+
+    Another start may have asked for more samples meanwhile: then others have theirs.
+    """
+    most = max(
+        (block.first_sample + block.num_samples for record in records for block in record.keys),
+        default=0,
+    )
+    known = samples if most <= samples else max(samples, read_log(folder).samples)
+    return mark_finished(records, shard, known)[:, :samples]
 
 
 class Worker:
@@ -132,7 +151,7 @@ class Worker:
         while not self._feed.has_rows and self._queue and self._feed.num_open < MAX_OPEN_SHARDS:
             shard = self._shards[self._queue.popleft()]
             records = recover(self._folder, shard.index)
-            finished = mark_finished(records, shard, self._samples)
+            finished = units_done(self._folder, records, shard, self._samples)
             self._tally.see(records)
             if not finished.all():
                 self._sink.open_shard(shard.index, len(records))
