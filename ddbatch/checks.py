@@ -212,6 +212,8 @@ def _check_together(config: Config) -> None:
     if sampling.n > 1 and sampling.temperature == 0:
         text = f"sampling.n={sampling.n} with sampling.temperature=0: all samples would be equal"
         raise ValueError(text)
+    if data.system_prompt == "":
+        raise ValueError("data.system_prompt is empty (an unset shell variable?): expected a text")
     if data.system_prompt is not None and data.system_prompt_file is not None:
         raise ValueError("data.system_prompt and data.system_prompt_file: set one, not both")
     columns = ("data.prompt_column", "data.messages_column", "data.token_ids_column")

@@ -266,3 +266,7 @@ def test_home_is_expanded_in_every_path(monkeypatch: pytest.MonkeyPatch, tmp_pat
 def test_an_unknown_name_is_refused() -> None:
     assert refusal(foo=1) == "foo: no such option"
     assert "Key 'bugdet' not in 'EngineConfig'" in refusal(engine__bugdet=1)
+
+
+def test_an_empty_system_prompt_is_no_system_prompt() -> None:
+    assert "data.system_prompt is empty" in refusal(data__system_prompt="")
