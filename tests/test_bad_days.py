@@ -98,6 +98,10 @@ def test_text_that_is_no_utf8_costs_one_row_of_a_parquet_file(tmp_path: Path) ->
     pq.write_table(pa.table({"prompt": text}), run.data)
     assert run() == 0
     assert codes(run) == {1: "bad_text"}
+    other = tmp_path / "other"
+    pq.write_table(pa.table({"prompt": ["w1", "w2", "w3"], "junk": text}), run.data)
+    assert run(f"output_dir={other}") == 0  # nobody asked for that column
+    assert len(run.table(out=other)) == 3
 
 
 def cut(file: Path) -> None:

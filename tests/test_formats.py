@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from input_files import FORMATS, write
 
-from ddbatch.data.batching.columns import BadRow, ColumnType, Row
+from ddbatch.data.batching.columns import BadRow, ColumnType, Fault, Row
 from ddbatch.data.source import jsonl as formats_jsonl
 from ddbatch.data.source.formats import (
     READ_ERRORS,
@@ -155,7 +155,7 @@ def broken_text() -> pa.Array:
 
 
 @pytest.mark.parametrize("name", ["x.parquet", "x.arrow"])
-def test_a_value_that_python_cannot_hold_spoils_its_own_row_only(tmp_path: Path, name: str) -> None:
+def test_a_value_that_python_cannot_hold_is_a_fault_in_its_place(tmp_path: Path, name: str) -> None:
     nested = pa.ListArray.from_arrays([0, 1, 2, 3], broken_text())
     late = pa.array([0, 0, 2**62], pa.timestamp("us"))
     table = pa.table({"prompt": broken_text(), "n": nested, "late": late})
@@ -166,10 +166,16 @@ def test_a_value_that_python_cannot_hold_spoils_its_own_row_only(tmp_path: Path,
             writer.write_table(table)
     good, text, date = read(tmp_path / name)
     assert isinstance(good, Row)
-    assert isinstance(text, BadRow)
-    assert isinstance(date, BadRow)
+    assert isinstance(text, Row)
+    assert isinstance(date, Row)
     assert good.values["prompt"] == "ok"
-    assert (text.fault.code, date.fault.code) == ("bad_text", "wrong_type")
+    faults = (text.values["prompt"], text.values["n"], date.values["late"])
+    assert [fault.code for fault in faults if isinstance(fault, Fault)] == [
+        "bad_text",
+        "bad_text",
+        "wrong_type",
+    ]
+    assert (text.values["late"], date.values["prompt"]) == (datetime.datetime(1970, 1, 1), "fine")
     assert json.loads(text.raw_json) == {
         "prompt": "\ufffdx",
         "n": None,

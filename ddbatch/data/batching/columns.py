@@ -38,7 +38,10 @@ class Fault(NamedTuple):
 
 @dataclass(frozen=True)
 class Row:
-    """One input row as read: its values by column, and the whole row as JSON."""
+    """One input row as read: its values by column, and the whole row as JSON.
+
+    A value that cannot be read is a Fault, which counts where its column is used.
+    """
 
     values: Mapping[str, object]
     raw_json: str
@@ -83,6 +86,13 @@ class Columns:
     tools_column: str | None = None
     sampling_column: str | None = None
     keep: tuple[KeptColumn, ...] = ()
+
+    @property
+    def used(self) -> tuple[str, ...]:
+        """The names of all columns that are read."""
+        others = (self.id_column, self.tools_column, self.sampling_column)
+        kept = (column.name for column in self.keep)
+        return (self.prompt, *(name for name in others if name is not None), *kept)
 
 
 def _plain(value: object) -> str:

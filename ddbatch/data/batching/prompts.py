@@ -36,6 +36,11 @@ def to_prompt(row: Row | BadRow, key: Key, columns: Columns, *, turns: Turns) ->
     """
     if isinstance(row, BadRow):
         return Rejected(key, row.fault.code, row.fault.reason, None, row.raw_json)
+    for name in columns.used:
+        value = row.values.get(name)
+        if isinstance(value, Fault):
+            where = f"column {name!r}: {value.reason}"
+            return Rejected(key, value.code, where, None, row.raw_json)
     user_id = _user_id(row.values, columns.id_column)
     prompt = _prompt(row.values, key, columns, turns, user_id)
     if isinstance(prompt, Fault):

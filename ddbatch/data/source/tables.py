@@ -164,16 +164,16 @@ def _batch_rows(num_rows: int, num_bytes: int) -> int:
     return max(1, min(_BATCH_ROWS, _BATCH_BYTES * num_rows // max(1, num_bytes)))
 
 
-def _rows(batch: pa.RecordBatch) -> Iterator[Row | BadRow]:
-    """The rows of a batch; of those that Python cannot hold each becomes one BadRow.
+def _rows(batch: pa.RecordBatch) -> Iterator[Row]:
+    """The rows of a batch; a value that Python cannot hold is a Fault in its column's place.
 
     Neither format checks that its strings are UTF-8, and both hold dates beyond the year 9999.
     """
     try:
         rows = batch.to_pylist()
-    except (ValueError, OverflowError) as error:
+    except (ValueError, OverflowError):
         if batch.num_rows == 1:
-            yield BadRow(_fault(error), dump_json(_readable_values(batch)))
+            yield _row_with_faults(batch)
             return
         for at in range(batch.num_rows):
             yield from _rows(batch.slice(at, 1))
@@ -188,15 +188,18 @@ def _fault(error: ValueError | OverflowError) -> Fault:
     return Fault("wrong_type", f"a value that cannot be read: {error}")
 
 
-def _readable_values(batch: pa.RecordBatch) -> dict[str, object]:
-    """The one row of a batch: replacement characters for what is no UTF-8, null for the rest."""
+def _row_with_faults(batch: pa.RecordBatch) -> Row:
+    """The one row of a batch; its text has replacement characters for what is no UTF-8, and null
+    for what else cannot be read."""
     values: dict[str, object] = {}
+    shown: dict[str, object] = {}
     for name, column in zip(batch.schema.names, batch.columns, strict=True):
         try:
-            values[name] = column[0].as_py()
-        except (ValueError, OverflowError):
+            values[name] = shown[name] = column[0].as_py()
+        except (ValueError, OverflowError) as error:
+            values[name] = _fault(error)
             is_text = pa.types.is_string(column.type) or pa.types.is_large_string(column.type)
-            values[name] = (
+            shown[name] = (
                 column[0].as_buffer().to_pybytes().decode("utf-8", "replace") if is_text else None
             )
-    return values
+    return Row(values, dump_json(shown))
