@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -56,9 +56,8 @@ def run(config: Config) -> int:
     RunError where the engine is broken or the disk refuses.
     """
     check_built(config)
-    from ddbatch.jobs.generating.decoding import (
-        open_pair,  # late: a refusal need not wait for torch
-    )
+    # Late: a refusal need not wait for torch.
+    from ddbatch.jobs.generating.decoding import open_pair
 
     return generate(config, open_pair)
 
@@ -77,11 +76,9 @@ def generate(config: Config, open_pair: OpenPair) -> int:
             # Another worker started a moment before: its moment is the run's.
             start = _look(config, open_pair, folder, manifest)
     opening.refuse_another_run(config, manifest, start.identity)
-    try:
+    with _disk(config):
         create_card(folder, attempt, manifest)  # a start may have been cut off before it
         inputs, tally = _open_state(config, folder, attempt, start)
-    except OSError as error:
-        raise RunError(f"output_dir={config.output_dir}: {error}") from error
     if not tally.num_left:
         _sweep(folder)
         print(done_text(config.output_dir, tally))
@@ -89,7 +86,8 @@ def generate(config: Config, open_pair: OpenPair) -> int:
     decoder = decoder or start.setting.pair.load(tally.num_left)
     about = _about(config, start.setting.pair)
     _note_changes(folder, about)
-    start_attempt(folder, attempt, about)
+    with _disk(config):
+        start_attempt(folder, attempt, about)
     code, reason = ExitCode.BUG, "a bug"
     try:
         code, reason = _work(
@@ -104,6 +102,15 @@ def generate(config: Config, open_pair: OpenPair) -> int:
     finally:
         _note_end(folder, attempt, code, reason)
     return code
+
+
+@contextmanager
+def _disk(config: Config) -> Iterator[None]:
+    """What the disk refuses is no bug."""
+    try:
+        yield
+    except OSError as error:
+        raise RunError(f"output_dir={config.output_dir}: {error}") from error
 
 
 @dataclass(frozen=True)
