@@ -9,21 +9,18 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import cast
 
-from ddbatch import __version__
 from ddbatch.checks import check_built
 from ddbatch.config import Config
 from ddbatch.core import ExitCode, RunError, Shard
-from ddbatch.data.attempts import end_attempt, new_attempt, read_attempts, start_attempt
+from ddbatch.data.attempts import new_attempt, start_attempt
 from ddbatch.data.batching.encoder import OnLong
 from ddbatch.data.batching.turns import Turns
-from ddbatch.data.commits import clean_tmp, recover
-from ddbatch.data.fingerprint import hash_weights
+from ddbatch.data.commits import recover
 from ddbatch.data.folder import RunFolder, check_hard_links
 from ddbatch.data.manifest import Manifest, create_card, create_manifest
 from ddbatch.data.reload_mark import renew_mark
@@ -38,6 +35,7 @@ from ddbatch.data.source.log import read_log
 from ddbatch.jobs.generating import opening
 from ddbatch.jobs.generating.decoder import Decoder, Pair
 from ddbatch.jobs.generating.feed import Feed
+from ddbatch.jobs.generating.noting import about_attempt, note_changes, note_end, sweep
 from ddbatch.jobs.generating.opening import Setting
 from ddbatch.jobs.generating.progress import Progress
 from ddbatch.jobs.generating.summary import done_text, left_text, print_summary
@@ -80,12 +78,12 @@ def generate(config: Config, open_pair: OpenPair) -> int:
         create_card(folder, attempt, manifest)  # a start may have been cut off before it
         inputs, tally = _open_state(config, folder, attempt, start)
     if not tally.num_left:
-        _sweep(folder)
+        sweep(folder)
         print(done_text(config.output_dir, tally))
         return _verdict(config, tally)
     decoder = decoder or start.setting.pair.load(tally.num_left)
-    about = _about(config, start.setting.pair)
-    _note_changes(folder, about)
+    about = about_attempt(config, start.setting.pair)
+    note_changes(folder, about)
     with _disk(config):
         start_attempt(folder, attempt, about)
     code, reason = ExitCode.BUG, "a bug"
@@ -100,7 +98,7 @@ def generate(config: Config, open_pair: OpenPair) -> int:
         reason = f"{type(error).__name__}: {error}"
         raise
     finally:
-        _note_end(folder, attempt, code, reason)
+        note_end(folder, attempt, code, reason)
     return code
 
 
@@ -196,58 +194,6 @@ def _open_state(
     return inputs, tally
 
 
-def _about(config: Config, pair: Pair) -> dict[str, object]:
-    """What may change from attempt to attempt."""
-    drafter = config.drafter.path
-    return {
-        "ddbatch": __version__,
-        "drafter": None if drafter is None else Path(drafter).name,
-        "drafter_weights": None if drafter is None else hash_weights(Path(drafter), "fast"),
-        "part_rows": config.output.part_rows,
-        "part_seconds": config.output.part_seconds,
-        "shard_rows": config.shards.rows,
-        **pair.about,
-    }
-
-
-def _note_changes(folder: RunFolder, about: Mapping[str, object]) -> None:
-    """Say once a start that another plan goes on with the run, where rounding makes it matter."""
-    if about.get("dtype") == "float32":
-        return
-    try:
-        attempts = read_attempts(folder)
-    except RunError as error:  # nothing that keeps the run right depends on them
-        print(f"note: {error}", file=sys.stderr)
-        return
-    sizes = ("part_rows", "part_seconds", "shard_rows")
-    names = [name for name in about if name not in sizes]
-    changed = [name for name in names if attempts and attempts[-1].about.get(name) != about[name]]
-    if changed:
-        print(
-            f"note: {', '.join(changed)} changed since the last start; in {about.get('dtype')} "
-            "completions of both are equal up to the numerics rule (near-ties may part)",
-            file=sys.stderr,
-        )
-
-
-def _sweep(folder: RunFolder) -> None:
-    """Remove what killed attempts have left; best effort."""
-    try:
-        clean_tmp(folder, {attempt.name for attempt in read_attempts(folder) if attempt.is_over})
-    except (OSError, RunError) as error:
-        print(f"note: tmp folders are not swept: {error}", file=sys.stderr)
-
-
-def _note_end(folder: RunFolder, attempt: str, code: int, reason: str) -> None:
-    """Best effort: a full disk must not hide why the run ends."""
-    try:
-        end_attempt(folder, attempt, code, reason)
-    except OSError as error:
-        print(f"note: the end of attempt {attempt} is not noted: {error}", file=sys.stderr)
-    with suppress(OSError):  # what is not committed stays for the next start to sweep
-        folder.tmp(attempt).rmdir()
-
-
 def _work(
     config: Config,
     folder: RunFolder,
@@ -302,7 +248,7 @@ def _work(
         notes = _notes(setting.pair, feed)
         print_summary(config.output_dir, tally, decoder.plan, decoder.figures, seconds, notes)
         if not tally.num_left:
-            _sweep(folder)
+            sweep(folder)
         code = _verdict(config, tally)
         return code, "done" if code == ExitCode.DONE else "too many rejected rows"
 

@@ -1,0 +1,72 @@
+"""What job=generate notes of its attempts, and what it sweeps up after those that were killed.
+
+Best effort: nothing that keeps the run right depends on it, and a failure must not hide another.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from ddbatch import __version__
+from ddbatch.config import Config
+from ddbatch.core import RunError
+from ddbatch.data.attempts import end_attempt, read_attempts
+from ddbatch.data.commits import clean_tmp
+from ddbatch.data.fingerprint import hash_weights
+from ddbatch.data.folder import RunFolder
+from ddbatch.jobs.generating.decoder import Pair
+
+
+def about_attempt(config: Config, pair: Pair) -> dict[str, object]:
+    """What may change from attempt to attempt."""
+    drafter = config.drafter.path
+    return {
+        "ddbatch": __version__,
+        "drafter": None if drafter is None else Path(drafter).name,
+        "drafter_weights": None if drafter is None else hash_weights(Path(drafter), "fast"),
+        "part_rows": config.output.part_rows,
+        "part_seconds": config.output.part_seconds,
+        "shard_rows": config.shards.rows,
+        **pair.about,
+    }
+
+
+def note_changes(folder: RunFolder, about: Mapping[str, object]) -> None:
+    """Say once a start that another plan goes on with the run, where rounding makes it matter."""
+    if about.get("dtype") == "float32":
+        return
+    try:
+        attempts = read_attempts(folder)
+    except RunError as error:  # nothing that keeps the run right depends on them
+        print(f"note: {error}", file=sys.stderr)
+        return
+    sizes = ("part_rows", "part_seconds", "shard_rows")
+    names = [name for name in about if name not in sizes]
+    changed = [name for name in names if attempts and attempts[-1].about.get(name) != about[name]]
+    if changed:
+        print(
+            f"note: {', '.join(changed)} changed since the last start; in {about.get('dtype')} "
+            "completions of both are equal up to the numerics rule (near-ties may part)",
+            file=sys.stderr,
+        )
+
+
+def sweep(folder: RunFolder) -> None:
+    """Remove what killed attempts have left; best effort."""
+    try:
+        clean_tmp(folder, {attempt.name for attempt in read_attempts(folder) if attempt.is_over})
+    except (OSError, RunError) as error:
+        print(f"note: tmp folders are not swept: {error}", file=sys.stderr)
+
+
+def note_end(folder: RunFolder, attempt: str, code: int, reason: str) -> None:
+    """Best effort: a full disk must not hide why the run ends."""
+    try:
+        end_attempt(folder, attempt, code, reason)
+    except OSError as error:
+        print(f"note: the end of attempt {attempt} is not noted: {error}", file=sys.stderr)
+    with suppress(OSError):  # what is not committed stays for the next start to sweep
+        folder.tmp(attempt).rmdir()
