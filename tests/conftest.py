@@ -16,9 +16,14 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from hypothesis import settings
 
 # Tiny tensors gain nothing from threads, and threads that wait for each other lose a lot.
 torch.set_num_threads(1)
+
+# The same examples each time: a test that fails for one person fails for all.
+settings.register_profile("ddbatch", derandomize=True)
+settings.load_profile("ddbatch")
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ddbatch.core import Shard
@@ -11,6 +11,7 @@ from ddbatch.data.source.shards import cut_shards
 
 
 @settings(max_examples=60, deadline=None)
+@example(files=[(1, False), (0, True), (1, False)], stops=[], shard_rows=2)
 @given(
     st.lists(st.tuples(st.integers(0, 9), st.booleans()), max_size=6),
     st.lists(st.integers(0, 60), max_size=4),
@@ -36,7 +37,9 @@ def test_shards_cover_each_row_once_however_the_input_grows(
         inside = [
             at
             for at, first_row in enumerate(first_rows)
-            if first_row < shard.stop_row and shard.first_row < first_row + files[at][0]
+            if files[at][0]  # an empty file is in no shard
+            and first_row < shard.stop_row
+            and shard.first_row < first_row + files[at][0]
         ]
         if any(files[at][1] for at in inside):
             assert len(inside) == 1, shard
