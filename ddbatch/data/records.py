@@ -84,6 +84,11 @@ class Record:
     closed_at: float
     seconds: float
 
+    @property
+    def num_units(self) -> int:
+        """Samples of input rows that it finishes."""
+        return sum(block.num_rows * block.num_samples for block in self.keys)
+
 
 def blocks_of(keys: Collection[Key]) -> tuple[KeyBlock, ...]:
     """The keys as few blocks; those of a (row, sample) are its turns from 0 on, without a gap."""

@@ -18,6 +18,15 @@ from ddbatch.data.batching.columns import KeptColumn, dump_json, escape_surrogat
 from ddbatch.data.parquet import TableRow
 
 SCHEMA_VERSION = 1
+# What is summed over the finished rows of a part.
+SUMS = (
+    "completions",
+    "prompt_tokens",
+    "output_tokens",
+    "rounds",
+    "accepted_tokens",
+    "truncated",
+)
 STORED = ("prompt_ids", "acceptance")
 
 KEY_FIELDS = (("row_id", pa.int64()), ("turn", pa.int16()), ("sample", pa.int16()))
@@ -196,6 +205,19 @@ def rejected_row(row: Rejected) -> TableRow:
         "raw_json": escape_surrogates(row.raw_json),
         "code": row.code,
         "reason": escape_surrogates(row.reason),
+    }
+
+
+def row_counts(row: FinishedRow) -> dict[str, int]:
+    """What a finished row adds to a part's sums, by the names of SUMS."""
+    done = row.completion
+    return {
+        "completions": 1,
+        "prompt_tokens": len(row.prompt_token_ids),
+        "output_tokens": len(done.token_ids),
+        "rounds": len(done.accepted),
+        "accepted_tokens": sum(done.accepted),
+        "truncated": int(done.finish_reason == "length"),
     }
 
 

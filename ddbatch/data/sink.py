@@ -28,10 +28,12 @@ from ddbatch.data.commits import (
 from ddbatch.data.folder import RunFolder, hash_file, sync
 from ddbatch.data.parquet import TableRow, write_table
 from ddbatch.data.schema import (
+    SUMS,
     FinishedRow,
     acceptance_row,
     completions_row,
     rejected_row,
+    row_counts,
 )
 
 # A part is closed before its rows need much more memory than this.
@@ -101,7 +103,7 @@ class Sink:
             self._put(part, "completions", key, completions_row(row, self._schemas["completions"]))
             if "acceptance" in self._schemas:
                 self._put(part, "acceptance", key, acceptance_row(row))
-            part.totals.update(_counts_of(row))
+            part.totals.update(row_counts(row))
             part.num_bytes += _size_of(row)
 
     def due(self) -> list[int]:
@@ -171,16 +173,15 @@ class Sink:
             for table, rows in part.rows.items():
                 if rows:
                     final = self._folder.part(table, shard, part.number)
-                    file = tmp / f"{table}-{final.name}"
+                    file = self._tmp_file(table, shard, part.number)
                     ordered = [rows[key] for key in sorted(rows)]
                     files.append(self._write_file(table, ordered, file, final))
             sync(tmp)
         except BaseException:
             # A full disk must not stay full of what will never be committed.
-            for leftover in tmp.glob(f"*-shard-{shard:05d}-part-{part.number:06d}.parquet"):
-                leftover.unlink(missing_ok=True)
+            for table in part.rows:
+                self._tmp_file(table, shard, part.number).unlink(missing_ok=True)
             raise
-        totals = part.totals
         return Record(
             shard=shard,
             number=part.number,
@@ -188,17 +189,15 @@ class Sink:
             files=tuple(files),
             keys=blocks_of(part.keys),
             counts=PartCounts(
-                completions=len(part.rows["completions"]),
-                rejected=dict(part.rejected),
-                prompt_tokens=totals["prompt_tokens"],
-                output_tokens=totals["output_tokens"],
-                rounds=totals["rounds"],
-                accepted_tokens=totals["accepted_tokens"],
-                truncated=totals["truncated"],
+                rejected=dict(part.rejected), **{name: part.totals[name] for name in SUMS}
             ),
             closed_at=time.time(),
             seconds=self._clock() - part.opened,
         )
+
+    def _tmp_file(self, table: str, shard: int, number: int) -> Path:
+        name = self._folder.part(table, shard, number).name
+        return self._folder.tmp(self._attempt) / f"{table}-{name}"
 
     def _write_file(
         self, table: str, rows: Sequence[TableRow], file: Path, final: Path
@@ -216,17 +215,6 @@ class Sink:
             size=file.stat().st_size,
             rows=len(rows),
         )
-
-
-def _counts_of(row: FinishedRow) -> dict[str, int]:
-    done = row.completion
-    return {
-        "prompt_tokens": len(row.prompt_token_ids),
-        "output_tokens": len(done.token_ids),
-        "rounds": len(done.accepted),
-        "accepted_tokens": sum(done.accepted),
-        "truncated": int(done.finish_reason == "length"),
-    }
 
 
 def _size_of(row: FinishedRow) -> int:

@@ -75,7 +75,7 @@ def _open(number: int, option: str, folder: RunFolder, tables: Sequence[str]) ->
     # One shard after the other: the keys in a large run's records would fill the memory.
     for shard in shards_with_records(folder):
         for record in recover(folder, shard):
-            units += sum(block.num_rows * block.num_samples for block in record.keys)
+            units += record.num_units
             for file in record.files:
                 if file.table in tables:
                     place, schema = folder.place / file.final, manifest.schemas[file.table]

@@ -120,10 +120,7 @@ def standing(
 ) -> Standing:
     """Count what the records name. records: by shard. now: unix time."""
     sizes = {shard.index: shard.num_rows * samples for shard in shards}
-    parts = [
-        Part(record, sum(block.num_rows * block.num_samples for block in record.keys))
-        for record in chain.from_iterable(records.values())
-    ]
+    parts = [Part(record, record.num_units) for record in chain.from_iterable(records.values())]
     done: Counter[int] = Counter()
     rejected: Counter[str] = Counter()
     for part in parts:

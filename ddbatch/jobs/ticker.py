@@ -11,7 +11,7 @@ from types import TracebackType
 
 from tqdm import tqdm
 
-_LINE_SECONDS = 30.0
+LINE_SECONDS = 30.0
 
 
 class Ticker:
@@ -37,6 +37,6 @@ class Ticker:
         """So many are done by now."""
         self._bar.update(done - self._bar.n)
         now = time.monotonic()
-        if self._bar.disable and now - self._last_line >= _LINE_SECONDS:
+        if self._bar.disable and now - self._last_line >= LINE_SECONDS:
             self._last_line = now
             print(f"{done:,} of {self._total:,} {self._what}", file=sys.stderr, flush=True)

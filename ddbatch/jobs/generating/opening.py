@@ -86,7 +86,7 @@ def _refuse_unusable(folder: RunFolder) -> None:
     refused = f"output_dir={place}"
     if place.exists() and not place.is_dir():
         raise ValueError(f"{refused} is no folder; {advice}")
-    base = next(found for found in (place, *place.absolute().parents) if found.exists())
+    base = next(found for found in (place, *place.parents) if found.exists())
     if not base.is_dir() or not os.access(base, os.W_OK | os.X_OK):
         raise ValueError(f"{refused}: {base} is no folder that can be written to; {advice}")
     if not place.exists() or folder.manifest.exists():

@@ -15,8 +15,8 @@ from tqdm import tqdm
 
 from ddbatch.jobs.generating.tally import Tally
 from ddbatch.jobs.show import duration, ranged, share
+from ddbatch.jobs.ticker import LINE_SECONDS
 
-LINE_SECONDS = 30.0
 WINDOW_SECONDS = 60.0
 _SAMPLE_SECONDS = 1.0
 # The range is not given before so many rows say how long a row is.

@@ -6,12 +6,12 @@ Knows counts only.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 
 from ddbatch.core import Rejected
 from ddbatch.data.commits import Record
-from ddbatch.data.schema import FinishedRow
+from ddbatch.data.schema import SUMS, FinishedRow, row_counts
 
 
 @dataclass
@@ -36,24 +36,15 @@ class Counts:
 
     def add(self, other: Counts) -> None:
         """Count what another has counted."""
-        for item in fields(Counts):
-            name = item.name
-            if name == "rejected":
-                self.rejected.update(other.rejected)
-            else:
-                setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.rejected.update(other.rejected)
+        names = (item.name for item in fields(Counts) if item.name != "rejected")
+        self._sum({name: getattr(other, name) for name in names})
 
     def add_record(self, record: Record) -> None:
         """Count a committed part."""
-        counts = record.counts
-        self.units += sum(block.num_rows * block.num_samples for block in record.keys)
-        self.completions += counts.completions
-        self.rejected.update(counts.rejected)
-        self.truncated += counts.truncated
-        self.prompt_tokens += counts.prompt_tokens
-        self.output_tokens += counts.output_tokens
-        self.rounds += counts.rounds
-        self.accepted_tokens += counts.accepted_tokens
+        self.units += record.num_units
+        self.rejected.update(record.counts.rejected)
+        self._sum({name: getattr(record.counts, name) for name in SUMS})
 
     def add_unit(self, results: Sequence[FinishedRow | Rejected]) -> None:
         """Count a unit's turns."""
@@ -62,14 +53,12 @@ class Counts:
             if isinstance(row, Rejected):
                 self.rejected[row.code] += 1
                 continue
-            done = row.completion
-            self.completions += 1
-            self.truncated += done.finish_reason == "length"
-            self.prompt_tokens += len(row.prompt_token_ids)
-            self.output_tokens += len(done.token_ids)
-            self.rounds += len(done.accepted)
-            self.accepted_tokens += sum(done.accepted)
+            self._sum(row_counts(row))
             self.dropped_prompts += row.num_dropped > 0
+
+    def _sum(self, counts: Mapping[str, int]) -> None:
+        for name, count in counts.items():
+            setattr(self, name, getattr(self, name) + count)
 
 
 class Tally:
