@@ -101,7 +101,8 @@ def _main(arguments: Sequence[str], run_job: Callable[[Config], int] | None) -> 
         print(f"ddbatch {__version__}")
         return ExitCode.DONE
     try:
-        configs = _configure(arguments)
+        with impatient():
+            configs = _configure(arguments)
     except ValueError as error:
         return _refuse(error)
     codes = []
@@ -205,7 +206,8 @@ def _named_job(config: Config) -> int:
 def _run(config: Config, run_job: Callable[[Config], int]) -> int:
     """Run a job; a ValueError is the user's mistake, a RunError the world's, all else is a bug."""
     try:
-        return run_job(config)
+        with impatient():
+            return run_job(config)
     except BrokenPipeError:
         # Who read stdout is gone (`| head`): what is written to it from here on goes nowhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

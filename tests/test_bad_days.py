@@ -292,6 +292,29 @@ def test_two_starts_at_the_same_instant_make_one_run(tmp_path: Path) -> None:
     assert run("job=check") == 0
 
 
+@pytest.mark.parametrize("looked_at", ["out", "inputs", "completions", "commits"])
+def test_a_run_that_another_begins_while_its_folder_is_looked_at_is_gone_on_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, looked_at: str
+) -> None:
+    run = Run(tmp_path, prompts(9))
+    for name in (".ddbatch/inputs", ".ddbatch/commits", "completions"):
+        (run.out / name).mkdir(parents=True)
+    real = os.listdir
+    others: list[object] = []
+
+    def listdir(path: str | Path = ".") -> list[str]:
+        names = real(path)
+        if Path(path).name == looked_at and not others:
+            others.append("starts")
+            others.append(run())  # between the look and what is made of it
+        return names
+
+    monkeypatch.setattr(os, "listdir", listdir)
+    assert run() == 0
+    assert others == ["starts", 0]
+    assert run.all_keys() == rows_of(9)
+
+
 def test_who_starts_a_moment_later_takes_the_template_date_of_the_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -56,10 +56,10 @@ def test_twenty_kills_of_three_owners_lose_nothing_and_double_nothing(tmp_path: 
         at = chance.randrange(3)
         number = chance.choice([signal.SIGKILL, signal.SIGTERM])
         owners[at].send_signal(number)
-        owners[at].communicate(timeout=60)
+        _, said = owners[at].communicate(timeout=60)
         num_kills += 1
         if number == signal.SIGTERM:  # before Python listens, or after
-            assert owners[at].returncode in (75, -signal.SIGTERM, 0), owners[at].returncode
+            assert owners[at].returncode in (75, -signal.SIGTERM, 0), said
         num_done = assert_none_is_twice(run.out, tmp_path / "cache")
         num_while_working += num_done < len(rows)
         owners[at] = start()

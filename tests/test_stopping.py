@@ -6,9 +6,11 @@ import signal
 import subprocess
 import sys
 import time
+from typing import NoReturn
 
 import pytest
 
+import ddbatch.__main__ as command_line
 from ddbatch.jobs.stopping import SIGNALS, impatient, patient
 
 
@@ -30,6 +32,37 @@ def test_an_impatient_block_is_interrupted(number: signal.Signals) -> None:
 
     with pytest.raises(KeyboardInterrupt, match=number.name):
         block()
+
+
+def test_an_interrupt_that_becomes_an_error_on_its_way_is_still_an_interrupt() -> None:
+    def library() -> None:
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        finally:
+            raise AttributeError("half undone")
+
+    def block() -> None:
+        with impatient():
+            library()
+
+    with pytest.raises(KeyboardInterrupt, match="SIGTERM"):
+        block()
+
+
+@pytest.mark.parametrize("place", ["options", "job"])
+def test_a_command_line_interrupted_where_a_library_fails_at_it_has_been_stopped(
+    place: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(given: object) -> NoReturn:
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        finally:
+            raise ValueError("half undone")
+
+    if place == "options":
+        monkeypatch.setattr(command_line, "_compose", fail)
+    assert command_line.main(["job=status", "output_dir=out"], fail) == 75
+    assert capsys.readouterr().err == "ddbatch: stopped by SIGTERM\n"
 
 
 def test_a_patient_block_inside_an_impatient_one_wins() -> None:

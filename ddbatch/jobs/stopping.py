@@ -32,13 +32,22 @@ class Stop:
 @contextmanager
 def impatient() -> Iterator[None]:
     """Signals interrupt the block with KeyboardInterrupt(name)."""
+    stop = Stop()
 
     def interrupt(signum: int, frame: FrameType | None) -> None:
         _listen(_exit_now)
-        raise KeyboardInterrupt(signal.Signals(signum).name)
+        stop.signal_name = signal.Signals(signum).name
+        raise KeyboardInterrupt(stop.signal_name)
 
     with _handled_by(interrupt):
-        yield
+        try:
+            yield
+        except BaseException as error:
+            if stop.signal_name is None or isinstance(error, KeyboardInterrupt):
+                raise
+            # A library that was cut off in the middle may fail at its own cleaning up: OmegaConf
+            # does, with an AttributeError that would be taken for a mistake in the options.
+            raise KeyboardInterrupt(stop.signal_name) from error
 
 
 @contextmanager

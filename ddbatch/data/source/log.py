@@ -75,10 +75,12 @@ EMPTY = InputLog((), 0, 0, (), 0, "all", None)
 def read_log(folder: RunFolder) -> InputLog:
     """The run's input, EMPTY before its first start; StateError for an entry that is not sound."""
     place = folder.state("inputs")
+    # Listed first: a run that another worker begins meanwhile has its input before its commits.
+    has_commits = bool(list_names(folder.state("commits")))
     names = list_names(place)
     # An entry is made after those before it, so that what is listed last tells how many there are.
     last = max((int(name[:6]) for name in names if _NAME.fullmatch(name)), default=-1)
-    if last < 0 and list_names(folder.state("commits")):
+    if last < 0 and has_commits:
         raise StateError(f"{place} is empty, and the run has commits; {_REPAIR}")
     log = EMPTY
     for number in range(last + 1):

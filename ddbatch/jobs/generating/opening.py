@@ -45,14 +45,19 @@ _LOOKED_AT = 1000  # rows that tell which fields messages have
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 _PROMPT_OPTIONS = {"text": "prompt", "messages": "messages", "token_ids": "token_ids"}
+_ADVICE = "choose another output_dir"
 _OWN_NAMES = {*TABLES, "rounds", "logprobs", "README.md", "manifest.json", "lost+found"}
 
 
 def open_folder(config: Config) -> tuple[RunFolder, Manifest | None]:
     """The run's folder, with its manifest if a run is there; nothing is made."""
     folder = RunFolder(Path(config.output_dir))
-    _refuse_orphans(folder)
-    _refuse_unusable(folder)
+    _refuse_unwritable(folder)
+    found = None if folder.manifest.exists() else _not_a_runs(folder)
+    # What is in the folder may be of a run that another worker began meanwhile: its manifest was
+    # there first.
+    if found is not None and not folder.manifest.exists():
+        raise ValueError(f"output_dir={folder.place} holds {found}")
     if folder.manifest.exists():
         if config.output.resume == "never":
             raise ValueError(
@@ -68,39 +73,36 @@ def open_folder(config: Config) -> tuple[RunFolder, Manifest | None]:
     return folder, None
 
 
-def _refuse_orphans(folder: RunFolder) -> None:
-    """ValueError where a run has lost its manifest: another one would hide what is there."""
-    if folder.manifest.exists():
-        return
-    held = [folder.place / table for table in TABLES if (folder.place / table).exists()]
-    if any(any(table.iterdir()) for table in held):
-        raise ValueError(
-            f"output_dir={folder.place} holds parts of a run whose manifest.json is gone; "
-            "allowed: another output_dir, or bring the file back from a copy"
-        )
-
-
-def _refuse_unusable(folder: RunFolder) -> None:
-    """ValueError where the folder is no place for a run."""
-    place, advice = folder.place, "choose another output_dir"
+def _refuse_unwritable(folder: RunFolder) -> None:
+    """ValueError where no run can be made or go on."""
+    place = folder.place
     refused = f"output_dir={place}"
     if place.exists() and not place.is_dir():
-        raise ValueError(f"{refused} is no folder; {advice}")
+        raise ValueError(f"{refused} is no folder; {_ADVICE}")
     base = next(found for found in (place, *place.parents) if found.exists())
     if not base.is_dir() or not os.access(base, os.W_OK | os.X_OK):
-        raise ValueError(f"{refused}: {base} is no folder that can be written to; {advice}")
-    if not place.exists() or folder.manifest.exists():
-        return
+        raise ValueError(f"{refused}: {base} is no folder that can be written to; {_ADVICE}")
+
+
+def _not_a_runs(folder: RunFolder) -> str | None:
+    """What stands in a folder without a manifest that no new run may join, None if nothing does."""
+    if not folder.place.exists():
+        return None
+    held = [folder.place / table for table in TABLES if (folder.place / table).exists()]
+    if any(os.listdir(table) for table in held):
+        return (  # another run would hide what is there
+            "parts of a run whose manifest.json is gone; allowed: another output_dir, or bring the "
+            "file back from a copy"
+        )
     foreign = sorted(
-        file.name
-        for file in place.iterdir()
-        if file.name not in _OWN_NAMES and not file.name.startswith(".")
+        name
+        for name in os.listdir(folder.place)
+        if name not in _OWN_NAMES and not name.startswith(".")
     )
     if foreign:
-        raise ValueError(f"{refused} holds {foreign[0]}, which is no part of a run; {advice}")
+        return f"{foreign[0]}, which is no part of a run; {_ADVICE}"
     # It is no card of ours, which is made after the manifest.
-    if folder.readme.exists():
-        raise ValueError(f"{refused} holds a README.md of something else; {advice}")
+    return f"a README.md of something else; {_ADVICE}" if folder.readme.exists() else None
 
 
 def open_encoder(config: Config, template_date: str) -> PromptEncoder:
