@@ -31,7 +31,7 @@ class Stop:
 
 @contextmanager
 def impatient() -> Iterator[None]:
-    """Signals interrupt the block with KeyboardInterrupt(name)."""
+    """Signals interrupt the block with KeyboardInterrupt(name), whatever it becomes on its way."""
     stop = Stop()
 
     def interrupt(signum: int, frame: FrameType | None) -> None:

@@ -54,10 +54,8 @@ def open_folder(config: Config) -> tuple[RunFolder, Manifest | None]:
     folder = RunFolder(Path(config.output_dir))
     _refuse_unwritable(folder)
     found = None if folder.manifest.exists() else _not_a_runs(folder)
-    # What is in the folder may be of a run that another worker began meanwhile: its manifest was
-    # there first.
-    if found is not None and not folder.manifest.exists():
-        raise ValueError(f"output_dir={folder.place} holds {found}")
+    # Asked again: what was found may be of a run that another worker began meanwhile, and its
+    # manifest was there first.
     if folder.manifest.exists():
         if config.output.resume == "never":
             raise ValueError(
@@ -65,6 +63,8 @@ def open_folder(config: Config) -> tuple[RunFolder, Manifest | None]:
                 "output_dir, or output.resume=auto to go on with it"
             )
         return folder, read_manifest(folder)
+    if found is not None:
+        raise ValueError(f"output_dir={folder.place} holds {found}")
     if config.output.resume in ("require", "repair"):
         raise ValueError(
             f"output_dir={folder.place} holds no run and output.resume={config.output.resume}; "
