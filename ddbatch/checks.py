@@ -35,16 +35,19 @@ class Rule:
     low: float | None = None
     high: float = LARGEST
     is_open: bool = False  # low itself is refused
+    or_zero: bool = False  # 0 is allowed although it is below low
     is_whole: bool = True
 
     def allows(self, value: object) -> bool:
         kinds = int if self.is_whole else (int, float)
         if self.low is None or isinstance(value, bool) or not isinstance(value, kinds):
             return shown(value) in self.words
+        if self.or_zero and value == 0:
+            return True
         return self.low <= value <= self.high and not (self.is_open and value == self.low)
 
     def __str__(self) -> str:
-        choices = list(self.words)
+        choices = [*self.words, *(["0"] if self.or_zero else [])]
         if self.low is not None:
             kind = "an integer" if self.is_whole else "a number"
             bounds = f">{'' if self.is_open else '='} {self.low}"
@@ -68,15 +71,16 @@ RULES: dict[str, Rule] = {
     "data.grow": Rule(("append", "refuse")),
     "data.on_long": Rule(("reject", "truncate_left")),
     "data.select": Rule(("all", "truncated", "rejected")),
-    "sampling.temperature": Rule(low=0, is_whole=False),
+    # Scores divided by less overflow float32.
+    "sampling.temperature": Rule(low=1e-6, or_zero=True, is_whole=False),
     "sampling.top_p": Rule(low=0, high=1, is_open=True, is_whole=False),
-    "sampling.top_k": Rule(low=0),
+    "sampling.top_k": Rule(low=0, high=2**31 - 1),
     "sampling.min_p": FRACTION,
     "sampling.max_new_tokens": COUNT,
     "sampling.n": COUNT,
     "sampling.seed": Rule(low=0, high=2**63 - 1),
     "sampling.stop_token_ids": Rule(low=0),
-    "sampling.top_logprobs": Rule(low=0),
+    "sampling.top_logprobs": Rule(low=0, high=1024),  # 6 KiB a token
     "engine.method": Rule(("auto", "ddtree", "chain", "autoregressive")),
     "engine.budget": Rule(("auto",), low=0, high=1024),  # the largest that DDTree was measured with
     "engine.topk": Rule(("auto",), low=1, high=1024),
@@ -108,7 +112,6 @@ RULES: dict[str, Rule] = {
 # Options of the engine's later releases: nothing but the default is accepted, and ALSO_BUILT.
 NOT_BUILT: dict[str, str] = {
     "model": "revision",
-    "sampling": "temperature top_p top_k min_p n stop stop_file logprobs top_logprobs",
     "engine": "spine capture gate on_gate_failure audit_rate reproducible",
     "shards": "wait",
 }
@@ -130,6 +133,7 @@ FILES = (
     "merge.output_dir",
     "merge.runs",
 )
+STOPS = "text, not empty, without lone surrogates and without U+FFFD (bytes that are no character)"
 FREE_DICTS = ("data.chat_template_kwargs", "output.card")
 
 
@@ -137,6 +141,13 @@ def option(config: Config, key: str) -> object:
     """The value of a dotted option name."""
     value: object = reduce(getattr, key.split("."), config)
     return value
+
+
+def is_stop(item: object) -> bool:
+    """Whether a value can be a stop string: what no text holds can stop none."""
+    if not isinstance(item, str) or item == "" or "\ufffd" in item:
+        return False
+    return not any("\ud800" <= character <= "\udfff" for character in item)
 
 
 def shown(value: object) -> str:
@@ -209,9 +220,15 @@ def _check_together(config: Config) -> None:
         guess = did_you_mean(engine.device, ("auto", "cpu", "cuda"))
         raise ValueError(f"engine.device={engine.device}: expected auto, cpu, cuda, cuda:N{guess}")
     _check_method(config)
+    _check_stops(config)
     if sampling.n > 1 and sampling.temperature == 0:
         text = f"sampling.n={sampling.n} with sampling.temperature=0: all samples would be equal"
         raise ValueError(text)
+    if sampling.top_logprobs > 0 and not sampling.logprobs:
+        raise ValueError(
+            f"sampling.top_logprobs={sampling.top_logprobs} with sampling.logprobs=false: allowed: "
+            "sampling.logprobs=true, or sampling.top_logprobs=0"
+        )
     if data.system_prompt == "":
         raise ValueError("data.system_prompt is empty (an unset shell variable?): expected a text")
     if data.system_prompt is not None and data.system_prompt_file is not None:
@@ -225,6 +242,17 @@ def _check_together(config: Config) -> None:
         raise ValueError(f"data.template={data.template}: expected auto, none or a file{guess}")
     if data.system_prompt_file is not None and not Path(data.system_prompt_file).is_file():
         raise ValueError(f"data.system_prompt_file={data.system_prompt_file}: no such file")
+
+
+def _check_stops(config: Config) -> None:
+    """Stop strings come from one place, as text."""
+    stop, stop_file = config.sampling.stop, config.sampling.stop_file
+    if not all(map(is_stop, stop)):
+        raise ValueError(f"sampling.stop={shown(stop)}: expected a list, each item {STOPS}")
+    if stop and stop_file is not None:
+        raise ValueError("sampling.stop and sampling.stop_file: set one, not both")
+    if stop_file is not None and not Path(stop_file).is_file():
+        raise ValueError(f"sampling.stop_file={stop_file}: no such file")
 
 
 def _check_method(config: Config) -> None:

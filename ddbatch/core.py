@@ -15,8 +15,9 @@ Dimension legend, used as suffixes of tensor names in the whole repository:
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 FinishReason = Literal["stop", "length"]
 
@@ -115,6 +116,23 @@ class RowSampling:
 
 
 @dataclass(frozen=True)
+class Sampling:
+    """How the tokens of one sequence are drawn and what ends it; every value is in force.
+
+    temperature 0 = the most probable token. top_k 0, top_p 1 and min_p 0 keep every token. stop:
+    strings that end the text. stop_token_ids: the model's own among them unless they are ignored.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
 class Prompt:
     """One input row that can be rendered: exactly one of messages_json, text, token_ids is set.
 
@@ -138,21 +156,60 @@ class Prompt:
 
 @dataclass(frozen=True)
 class TokenPrompt:
-    """What the engine decodes: ids of one prompt, the cap in force, and the row's own sampling."""
+    """What the engine decodes: ids of one prompt, and the cap and the sampling in force."""
 
     key: Key
     token_ids: tuple[int, ...]
     max_new_tokens: int
-    sampling: RowSampling = RowSampling()
+    sampling: Sampling = Sampling()
+
+
+class StopMatch(NamedTuple):
+    """A stop string was found. num_tokens: output tokens up to the one that completed it, which is
+    the last that counts."""
+
+    string: str
+    num_tokens: int
+
+
+class StopFinder(Protocol):
+    """Finds stop strings in the text of output tokens. The engine, which knows no text, is given
+    one."""
+
+    def flagged(self, stop: tuple[str, ...]) -> Sequence[int]:
+        """Ids of all tokens that could complete one of these strings; more do no harm."""
+
+    def watch(self, stop: tuple[str, ...]) -> Callable[[Sequence[int]], StopMatch | None]:
+        """A function for one sequence: called with its next output tokens, it tells the first match
+        in token order among all tokens so far."""
+
+
+class TokenLogprobs(NamedTuple):
+    """Log-probabilities of output tokens under the target's raw softmax (before temperature and
+    filters), one entry per output token.
+
+    token: of the emitted token. top_ids, top: the most probable tokens and their log-probabilities,
+    best first, ties by lower id; empty lists where sampling.top_logprobs is 0.
+    """
+
+    token: Sequence[float]
+    top_ids: Sequence[Sequence[int]]
+    top: Sequence[Sequence[float]]
+
+    def first(self, count: int) -> TokenLogprobs:
+        """Those of the first `count` tokens."""
+        return TokenLogprobs(self.token[:count], self.top_ids[:count], self.top[:count])
 
 
 @dataclass(frozen=True)
 class Completion:
     """What the engine made of one TokenPrompt.
 
-    token_ids include the stop token when finish_reason is "stop". accepted: drafted tokens kept per
-    round, bonus excluded. depth: deepest node offered per round. drafted: tree nodes offered in
-    every round (the budget in force). seconds: from admission to the last round.
+    token_ids include the stop token, or the token that completed a stop string, when finish_reason
+    is "stop"; one of stop_token_id and stop_string says which it was. logprobs: None where
+    sampling.logprobs is off. accepted: drafted tokens kept per round, bonus excluded. depth:
+    deepest node offered per round. drafted: tree nodes offered in every round (the budget in
+    force). seconds: from admission to the last round.
     """
 
     key: Key
@@ -164,6 +221,8 @@ class Completion:
     drafted: int
     seconds: float
     slot: int
+    stop_string: str | None = None
+    logprobs: TokenLogprobs | None = None
 
 
 @dataclass(frozen=True)

@@ -6,15 +6,17 @@ from collections.abc import Sequence
 
 import torch
 
-from ddbatch.core import Completion, Key, Rejected, TokenPrompt
+from ddbatch.core import Completion, Key, Rejected, Sampling, StopFinder, TokenPrompt
 from ddbatch.engine.engine import Engine
 from ddbatch.engine.plan import choose_method, plan_cache, plan_shapes
+from ddbatch.models.decoder import Target
 from ddbatch.models.dflash import DFlash
-from ddbatch.models.llama import Llama
+
+GREEDY = Sampling()
 
 
 def make_engine(
-    target: Llama,
+    target: Target,
     drafter: DFlash | None,
     *,
     method: str = "ddtree",
@@ -24,8 +26,9 @@ def make_engine(
     max_len: int = 96,
     page: int | None = None,
     max_new_tokens: int = 20,
-    stops: tuple[int, ...] = (),
     prefill_tokens: int = 64,
+    finder: StopFinder | None = None,
+    top_logprobs: int | None = None,
 ) -> Engine:
     """An engine for this method; the drafter is left out where the method needs none."""
     name = choose_method(method, budget, drafter is not None)
@@ -46,26 +49,40 @@ def make_engine(
         plan,
         cache_plan,
         max_new_tokens=max_new_tokens,
-        stop_token_ids=stops,
         prefill_tokens=prefill_tokens,
+        finder=finder,
+        top_logprobs=top_logprobs,
     )
 
 
-def token_prompts(prompts: Sequence[Sequence[int]], caps: int | Sequence[int]) -> list[TokenPrompt]:
-    """Prompts with row_id = place; caps: one for all, or one each."""
+def token_prompts(
+    prompts: Sequence[Sequence[int]],
+    caps: int | Sequence[int],
+    sampling: Sampling | Sequence[Sampling] = GREEDY,
+) -> list[TokenPrompt]:
+    """Prompts with row_id = place; caps and sampling: one for all, or one each."""
     each = [caps] * len(prompts) if isinstance(caps, int) else caps
+    own = [sampling] * len(prompts) if isinstance(sampling, Sampling) else sampling
     return [
-        TokenPrompt(Key(place, 0, 0), tuple(ids), cap)
-        for place, (ids, cap) in enumerate(zip(prompts, each, strict=True))
+        TokenPrompt(Key(place, 0, 0), tuple(ids), cap, options)
+        for place, (ids, cap, options) in enumerate(zip(prompts, each, own, strict=True))
     ]
 
 
 def decode(
-    engine: Engine, prompts: Sequence[Sequence[int]], caps: int | Sequence[int] | None = None
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    caps: int | Sequence[int] | None = None,
+    sampling: Sampling | Sequence[Sampling] = GREEDY,
 ) -> list[Completion]:
     """Completions in the order of the prompts; caps default to what the engine was made for."""
     caps = engine.state.output_SO.shape[1] if caps is None else caps
-    done = list(engine.run(iter(token_prompts(prompts, caps))))
+    return run_all(engine, token_prompts(prompts, caps, sampling))
+
+
+def run_all(engine: Engine, prompts: Sequence[TokenPrompt]) -> list[Completion]:
+    """Completions of all prompts, by key; none may be rejected."""
+    done = list(engine.run(iter(prompts)))
     assert not any(isinstance(item, Rejected) for item in done), done
     return sorted((item for item in done if isinstance(item, Completion)), key=lambda c: c.key)
 

@@ -18,9 +18,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from made_logprobs import made_logprobs
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
-from ddbatch.core import Completion, Rejected, RowSampling, ShapePlan, TokenPrompt
+from ddbatch.core import Completion, Rejected, ShapePlan, StopFinder, TokenPrompt
 from ddbatch.jobs.generating.decoder import DecoderFigures
 
 VOCAB = 97
@@ -74,6 +75,7 @@ class FakeOptions:
 class _Sequence:
     prompt: TokenPrompt
     token_ids: list[int]
+    stop_string: str | None = None
     num_done: int = 1
     accepted: list[int] = field(default_factory=list)
 
@@ -81,12 +83,18 @@ class _Sequence:
 class FakeDecoder:
     """A static batch that finishes rows in an order of its own."""
 
-    def __init__(self, options: FakeOptions) -> None:
-        self._options = options
+    def __init__(
+        self,
+        options: FakeOptions,
+        finder: StopFinder | None = None,
+        top_logprobs: int | None = None,
+    ) -> None:
+        self._options, self._finder, self._top_logprobs = options, finder, top_logprobs
         self._live: list[_Sequence] = []
         self._ready: deque[_Sequence] = deque()
         self._results: list[Completion | Rejected] = []
         self._figures = [0, 0, 0, 0]
+        self.about: dict[str, object] = {}
         self.plan = ShapePlan(rows=options.rows, nodes=5, block=4, draft_depth=3, topk=4)
         self.max_len = self.max_new_tokens = 0
         self.grown: list[int] = []
@@ -106,7 +114,7 @@ class FakeDecoder:
                 break
             assert len(prompt.token_ids) + prompt.max_new_tokens <= self.max_len, prompt
             assert prompt.max_new_tokens <= self.max_new_tokens, prompt
-            self._ready.append(_Sequence(prompt, answer(prompt)))
+            self._ready.append(self._sequence(prompt))
             self._figures[3] += 1
         while self._ready and len(self._live) < self._options.rows:
             self._live.append(self._ready.popleft())
@@ -141,41 +149,62 @@ class FakeDecoder:
     def figures(self) -> DecoderFigures:
         return DecoderFigures(*self._figures)
 
+    def _sequence(self, prompt: TokenPrompt) -> _Sequence:
+        """What will be said up to the first stop: strings are looked for after every token."""
+        stop, stop_ids = prompt.sampling.stop, prompt.sampling.stop_token_ids
+        watch = self._finder.watch(stop) if self._finder and stop else None
+        ids: list[int] = []
+        for token_id in answer(prompt):
+            ids.append(token_id)
+            if token_id in stop_ids:
+                break
+            match = watch([token_id]) if watch else None
+            if match is not None:
+                return _Sequence(prompt, ids, match.string)
+        return _Sequence(prompt, ids)
+
     def _result(self, sequence: _Sequence) -> Completion | Rejected:
         prompt = sequence.prompt
         if set(prompt.token_ids) & set(self._options.nan_words):
             return Rejected(prompt.key, "nan_logits", "a score is not finite")
-        is_stop = sequence.token_ids[-1] == EOS
+        last = sequence.token_ids[-1]
+        is_stop_id = last in prompt.sampling.stop_token_ids
+        top = self._top_logprobs
         return Completion(
             key=prompt.key,
             token_ids=tuple(sequence.token_ids),
-            finish_reason="stop" if is_stop else "length",
-            stop_token_id=EOS if is_stop else None,
+            finish_reason="stop" if is_stop_id or sequence.stop_string else "length",
+            stop_token_id=last if is_stop_id else None,
             accepted=tuple(sequence.accepted),
             depth=(3,) * len(sequence.accepted),
             drafted=4,
             seconds=0.5,
             slot=0,
+            stop_string=sequence.stop_string,
+            logprobs=None if top is None else made_logprobs(sequence.token_ids, top, VOCAB),
         )
 
 
 def answer(prompt: TokenPrompt) -> list[int]:
-    """The ids that the fake target says after a prompt: a few, or up to the cap."""
+    """The ids that the fake target says after a prompt: a few, or up to the cap where the model's
+    own stop token is ignored."""
     chance = random.Random(repr((prompt.token_ids, prompt.key.sample, prompt.key.turn)))
     length = min(1 + int(chance.expovariate(1 / 6)), prompt.max_new_tokens)
     ids = [chance.randrange(4, VOCAB) for _ in range(length)]
     if length < prompt.max_new_tokens:
         ids[-1] = EOS
+        ids += [chance.randrange(4, VOCAB) for _ in range(prompt.max_new_tokens - length)]
     return ids
 
 
 @dataclass(frozen=True)
 class FakePair:
-    """The protocol Pair."""
+    """The protocol Pair. top_logprobs: None = no log-probabilities."""
 
     options: FakeOptions
+    top_logprobs: int | None = None
     vocab: int = VOCAB
-    stop_token_ids: tuple[int, ...] = (EOS,)
+    eos_token_ids: tuple[int, ...] = (EOS,)
     recommended: tuple[str, ...] = ()
 
     @property
@@ -190,11 +219,8 @@ class FakePair:
     def about(self) -> dict[str, object]:
         return {"device": "fake", "dtype": self.dtype, "rows": self.options.rows}
 
-    def refusal(self, sampling: RowSampling) -> str | None:
-        return None
-
-    def load(self, num_rows: int) -> FakeDecoder:
-        return FakeDecoder(self.options)
+    def load(self, num_rows: int, finder: StopFinder) -> FakeDecoder:
+        return FakeDecoder(self.options, finder, self.top_logprobs)
 
 
 def run(config: Any, options: FakeOptions | None = None) -> int:
@@ -205,7 +231,8 @@ def run(config: Any, options: FakeOptions | None = None) -> int:
 
     chosen = options or FakeOptions()
     if config.job == "generate":
-        return generate.generate(config, lambda config, eos: FakePair(chosen))
+        top = config.sampling.top_logprobs if config.sampling.logprobs else None
+        return generate.generate(config, lambda config, eos: FakePair(chosen, top))
     code: int = importlib.import_module(f"ddbatch.jobs.{config.job}").run(config)
     return code
 

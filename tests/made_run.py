@@ -15,6 +15,7 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from made_logprobs import made_logprobs
 
 from ddbatch.core import Completion, Key, Prompt, Rejected, Shard
 from ddbatch.data.batching.columns import Columns
@@ -26,6 +27,7 @@ from ddbatch.data.schema import (
     FinishedRow,
     acceptance_schema,
     completions_schema,
+    logprobs_schema,
     rejected_schema,
 )
 from ddbatch.data.sink import Sink
@@ -33,6 +35,7 @@ from ddbatch.data.source.log import Entry, InputFile, append_entry
 
 CAP = 12
 DRAFTED = 4
+VOCAB = 97
 SHARD_ROWS = 10
 ATTEMPT = "0123456789ab"
 
@@ -47,8 +50,12 @@ def make_run(
     store: tuple[str, ...] = ("prompt_ids", "acceptance"),
     turns: int = 1,
     seed: int = 0,
+    top_logprobs: int | None = None,
 ) -> RunFolder:
-    """A run of one input file; rows of `skipped` are left to do. Every seventh row is rejected."""
+    """A run of one input file; rows of `skipped` are left to do. Every seventh row is rejected.
+
+    top_logprobs: how many of the best tokens are told beside the emitted one, None = no log-probs.
+    """
     folder, attempt, chance = RunFolder(place), ATTEMPT, random.Random(seed)
     shards = tuple(
         Shard(index, first, min(SHARD_ROWS, rows - first))
@@ -57,12 +64,14 @@ def make_run(
     schemas = {"completions": completions_schema(keep=(), store=store)}
     if "acceptance" in store:
         schemas["acceptance"] = acceptance_schema()
+    if top_logprobs:
+        schemas["logprobs"] = logprobs_schema(top_logprobs)
     schemas["rejected"] = rejected_schema()
     create_manifest(
         folder,
         attempt,
         Manifest(
-            identity={},
+            identity={"sampling.logprobs": top_logprobs is not None},
             columns=Columns("prompt", "text"),
             schemas=schemas,
             template_date="2026-01-01T00:00:00",
@@ -85,7 +94,7 @@ def make_run(
         chance.shuffle(units)  # as rows finish
         for row, sample in units:
             keys = [Key(row, turn, sample) for turn in range(turns)]
-            sink.add(shard.index, [_result(key, chance) for key in keys])
+            sink.add(shard.index, [_result(key, chance, top_logprobs) for key in keys])
             for full in sink.due():
                 sink.commit_part(full)
         if sink.has_rows(shard.index):
@@ -93,10 +102,16 @@ def make_run(
     return folder
 
 
-def _result(key: Key, chance: random.Random) -> FinishedRow | Rejected:
+def _result(
+    key: Key, chance: random.Random, top_logprobs: int | None = None
+) -> FinishedRow | Rejected:
     if key.row_id % 7 == 3:
         return Rejected(key, chance.choice(("bad_json", "prompt_too_long")), "why", "a", "{}")
-    return finished_row(key, chance)
+    row = finished_row(key, chance)
+    if top_logprobs is None:
+        return row
+    told = made_logprobs(row.completion.token_ids, top_logprobs, VOCAB)
+    return replace(row, completion=replace(row.completion, logprobs=told))
 
 
 def finished_row(key: Key, chance: random.Random) -> FinishedRow:
@@ -112,11 +127,11 @@ def finished_row(key: Key, chance: random.Random) -> FinishedRow:
     return FinishedRow(
         prompt=Prompt(key, text="why", raw_json="{}"),
         conversation_json='[{"role": "user", "content": "why"}]',
-        prompt_token_ids=tuple(chance.randrange(97) for _ in range(chance.randrange(1, 6))),
+        prompt_token_ids=tuple(chance.randrange(VOCAB) for _ in range(chance.randrange(1, 6))),
         num_dropped=0,
         completion=Completion(
             key=key,
-            token_ids=tuple(chance.randrange(97) for _ in range(length)),
+            token_ids=tuple(chance.randrange(VOCAB) for _ in range(length)),
             finish_reason="length" if is_cut else "stop",
             stop_token_id=None if is_cut else 1,
             accepted=tuple(accepted),

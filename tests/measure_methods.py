@@ -19,10 +19,12 @@ from typing import NamedTuple, get_args
 
 import torch
 
-from ddbatch.core import Completion, Key, TokenPrompt
+from ddbatch.core import Completion, Key, Sampling, TokenPrompt
 from ddbatch.engine.engine import Engine
 from ddbatch.engine.plan import Method, plan_cache, plan_shapes
-from ddbatch.models.dims import DtypeName, read_drafter_dims, read_target_dims
+from ddbatch.models.dflash import read_drafter_dims
+from ddbatch.models.dims import DtypeName
+from ddbatch.models.families import read_target_dims
 from ddbatch.models.load import check_pair, choose_dtype, load_drafter, load_target, set_numerics
 
 
@@ -76,9 +78,10 @@ def main() -> None:
             plan,
             cache_plan,
             max_new_tokens=args.max_new_tokens,
-            stop_token_ids=tuple(args.stop),
         )
-        return timed(engine, prompts, args.max_new_tokens)
+        return timed(
+            engine, prompts, args.max_new_tokens, Sampling(stop_token_ids=tuple(args.stop))
+        )
 
     passes: dict[Arm, list[Pass]] = {arm: [] for arm in arms}
     for repeat in range(args.repeats + 1):  # the first round is the warm-up
@@ -110,8 +113,12 @@ def main() -> None:
         )
 
 
-def timed(engine: Engine, prompts: list[tuple[int, ...]], max_new_tokens: int) -> Pass:
-    work = [TokenPrompt(Key(place, 0, 0), ids, max_new_tokens) for place, ids in enumerate(prompts)]
+def timed(
+    engine: Engine, prompts: list[tuple[int, ...]], max_new_tokens: int, own: Sampling
+) -> Pass:
+    work = [
+        TokenPrompt(Key(place, 0, 0), ids, max_new_tokens, own) for place, ids in enumerate(prompts)
+    ]
     started = time.perf_counter()
     done = [item for item in engine.run(iter(work)) if isinstance(item, Completion)]
     seconds = time.perf_counter() - started  # results were read back, so the device is done

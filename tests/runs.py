@@ -28,6 +28,7 @@ CONTENT = (  # what must not depend on how a run was scheduled
     "output_token_ids",
     "finish_reason",
     "stop_reason",
+    "reasoning_end",
     "max_new_tokens",
     "seed",
 )

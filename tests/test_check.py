@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import shutil
 import subprocess
 import sys
@@ -29,6 +30,7 @@ from made_run import (
 from ddbatch.__main__ import main
 from ddbatch.config import Config
 from ddbatch.core import Key, Rejected
+from ddbatch.data.checking import rules
 from ddbatch.data.commits import KeyBlock, Record, read_shard, recover
 from ddbatch.data.folder import RunFolder, StateError
 from ddbatch.data.manifest import read_manifest
@@ -78,6 +80,10 @@ def finding(folder: RunFolder) -> str:
         {"store": ()},
         {"rows": 2 * SHARD_ROWS, "part_rows": 1000},
         {"rows": 13, "samples": 1, "part_rows": 1},
+        {"top_logprobs": 0},
+        {"top_logprobs": 1},
+        {"top_logprobs": 97, "store": ()},
+        {"top_logprobs": 5, "turns": 2},
     ],
 )
 def test_a_sound_run_passes(tmp_path: Path, capsys: Captured, options: dict[str, Any]) -> None:
@@ -120,7 +126,14 @@ def test_figures_are_those_of_the_tables(folder: RunFolder, capsys: Captured) ->
 
 
 @pytest.mark.parametrize(
-    "options", [[], ["data.turns=all"], ["sampling.n=3", "sampling.temperature=1"]]
+    "options",
+    [
+        [],
+        ["data.turns=all"],
+        ["sampling.n=3", "sampling.temperature=1"],
+        ["sampling.logprobs=true"],
+        ["sampling.logprobs=true", "sampling.top_logprobs=4", "output.store=[]"],
+    ],
 )
 def test_a_run_of_job_generate_passes(tmp_path: Path, capsys: Captured, options: list[str]) -> None:
     asked, answered = {"role": "user", "content": "w1 w2"}, {"role": "assistant", "content": "w3"}
@@ -424,6 +437,14 @@ OTHER_CELLS: list[tuple[str, str, Callable[[Any], Any], str]] = [
     ("completions", "num_steps", lambda n: -1, "num_steps is not negative"),
     ("completions", "draft_tokens", lambda n: 0, "accepted_tokens is between 0 and draft_tokens"),
     ("completions", "mean_acceptance_length", lambda mean: None, "(output_tokens - 1) / num_steps"),
+    ("completions", "reasoning_end", lambda end: 0, "reasoning_end is null or in 1..output_tokens"),
+    ("completions", "reasoning_end", lambda end: 13, "reasoning_end is null or in 1..output_tok"),
+    (
+        "completions",
+        "output_logprobs",
+        lambda scores: [],
+        "output_logprobs is null in a run with sampling.logprobs=false",
+    ),
 ]
 
 
@@ -433,6 +454,184 @@ def test_other_wrong_values_are_found(
 ) -> None:
     change_cell(folder, table, column, change, row=busy_row(folder))
     assert text in finding(folder)
+
+
+TOP = 4
+FIRST_TOP = "logprobs/shard-00000-part-000000.parquet"
+
+
+@pytest.fixture(scope="module")
+def sound_with_logprobs(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    return make_run(tmp_path_factory.mktemp("scores") / "run", seed=SEED, top_logprobs=TOP)
+
+
+@pytest.fixture
+def scored(sound_with_logprobs: RunFolder, tmp_path: Path) -> RunFolder:
+    """A copy of a run with log-probs, to spoil."""
+    shutil.copytree(sound_with_logprobs.place, tmp_path / "run")
+    return RunFolder(tmp_path / "run")
+
+
+def in_first(change: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """A change of what is told of the first token."""
+    return lambda tokens: [change(tokens[0]), *tokens[1:]]
+
+
+LOGPROB_CELLS: list[tuple[str, str, Callable[[Any], Any], str]] = [
+    ("completions", "output_logprobs", lambda s: None, "output_logprobs is not null"),
+    ("completions", "output_logprobs", in_first(lambda s: None), "output_logprobs has a null in"),
+    ("completions", "output_logprobs", lambda s: s[1:], "output_logprobs has an entry per output"),
+    ("completions", "output_logprobs", in_first(lambda s: 0.5), "finite and at most 0; places ag"),
+    ("completions", "output_logprobs", in_first(lambda s: -math.inf), "finite and at most 0"),
+    ("completions", "output_logprobs", in_first(lambda s: math.nan), "finite and at most 0"),
+    ("logprobs", "top_token_ids", lambda ids: None, "top_token_ids is not null"),
+    ("logprobs", "top_token_ids", in_first(lambda ids: None), "top_token_ids has a null in a list"),
+    (
+        "logprobs",
+        "top_logprobs",
+        in_first(lambda top: [*top[:-1], None]),
+        "top_logprobs has a null in a list",
+    ),
+    ("logprobs", "top_token_ids", lambda ids: ids[1:], "top_token_ids has an entry per output"),
+    ("logprobs", "top_logprobs", lambda top: [*top, top[0]], "top_logprobs has an entry per outpu"),
+    (
+        "logprobs",
+        "top_token_ids",
+        in_first(lambda ids: [*ids[:-1], -1]),
+        "top_token_ids are not negative; tokens against it=1",
+    ),
+    (
+        "logprobs",
+        "top_token_ids",
+        in_first(lambda ids: [*ids[:-1], ids[0]]),
+        "top_token_ids of a token are distinct; tokens against it=1",
+    ),
+    ("logprobs", "top_logprobs", in_first(lambda t: [1.0, *t[1:]]), "top_logprobs are at most 0"),
+    ("logprobs", "top_logprobs", in_first(lambda t: [*t[:-1], math.nan]), "are at most 0"),
+    ("logprobs", "top_logprobs", in_first(lambda t: t[::-1]), "top_logprobs descend; tokens ag"),
+]
+
+
+@pytest.mark.parametrize(("table", "column", "change", "text"), LOGPROB_CELLS)
+def test_a_wrong_log_prob_is_found_with_its_row(
+    scored: RunFolder, table: str, column: str, change: Callable[[Any], Any], text: str
+) -> None:
+    row = 2
+    change_cell(scored, table, column, change, row=row)
+    said = finding(scored)
+    assert said.startswith(f"{table}/shard-00000-part-000000.parquet: ")
+    assert text in said
+    assert f"row {row} (" in said or "null in a list" in said
+
+
+def emitted_among_top(folder: RunFolder, *, is_among: bool) -> tuple[int, int]:
+    """A row and a token of it whose emitted id is among the top ids, or is not."""
+    done = pq.read_table(folder.place / FIRST).to_pylist()
+    for row, best in enumerate(pq.read_table(folder.place / FIRST_TOP).to_pylist()):
+        for at, ids in enumerate(best["top_token_ids"]):
+            if (done[row]["output_token_ids"][at] in ids) == is_among:
+                return row, at
+    raise AssertionError("the seed gives no such token")
+
+
+@pytest.mark.parametrize(
+    ("is_among", "text"),
+    [
+        (True, "the emitted token has its log-probability of output_logprobs among top_logprobs"),
+        (False, "an emitted token that is none of top_token_ids is no more probable than they are"),
+    ],
+)
+def test_a_log_prob_that_two_tables_tell_differently_is_found(
+    scored: RunFolder, is_among: bool, text: str
+) -> None:
+    row, at = emitted_among_top(scored, is_among=is_among)
+
+    def change(to: Callable[[float], float]) -> None:
+        def changed(scores: list[float]) -> list[float]:
+            return [*scores[:at], to(scores[at]), *scores[at + 1 :]]
+
+        change_cell(scored, "completions", "output_logprobs", changed, row=row)
+
+    change(lambda score: score - 5e-5)
+    assert check_run(scored) == 0  # the engine's own noise
+    lowest = pq.read_table(scored.place / FIRST_TOP)["top_logprobs"].to_pylist()[row][at][-1]
+    change(lambda score: score * 1.01 - 0.01 if is_among else lowest * 0.99 + 0.001)
+    said = finding(scored)
+    assert said.startswith(f"{FIRST_TOP}: row {row} (")
+    assert f"broken rule: {text}; tokens against it=1" in said
+
+
+def test_log_probs_beyond_half_precision_are_no_fault(scored: RunFolder) -> None:
+    row, at = emitted_among_top(scored, is_among=True)
+    emitted = pq.read_table(scored.place / FIRST)["output_token_ids"].to_pylist()[row][at]
+    ids = pq.read_table(scored.place / FIRST_TOP)["top_token_ids"].to_pylist()[row][at]
+    num_finite = ids.index(emitted) + 1
+    assert num_finite < TOP
+
+    def changed(tokens: list[list[float]]) -> list[list[float]]:
+        excluded = [*tokens[at][:num_finite], *[-math.inf] * (TOP - num_finite)]
+        return [*tokens[:at], excluded, *tokens[at + 1 :]]
+
+    change_cell(scored, "logprobs", "top_logprobs", changed, row=row)
+    assert check_run(scored) == 0
+
+
+def drop_logprobs(folder: RunFolder) -> None:
+    (folder.place / FIRST_TOP).unlink()
+    change_record(
+        folder, lambda r: replace(r, files=tuple(f for f in r.files if f.table != "logprobs"))
+    )
+
+
+def wider(table: pa.Table) -> pa.Table:
+    kind = pa.list_(pa.list_(pa.int32(), TOP + 1))
+    ids = [[[*range(TOP + 1)] for _ in row] for row in table["top_token_ids"].to_pylist()]
+    return table.set_column(3, "top_token_ids", pa.array(ids, kind))
+
+
+LOGPROB_TABLES: dict[str, Fault] = {
+    "a row is gone": (
+        lambda f: change_table(f, "logprobs", without_row),
+        [FIRST_TOP, "row 1: the keys are not those of the completions"],
+    ),
+    "two rows are swapped": (
+        lambda f: change_table(f, "logprobs", swap_rows),
+        [FIRST_TOP, "row 2", "sorted by key"],
+    ),
+    "another width": (
+        lambda f: change_table(f, "logprobs", wider),
+        [FIRST_TOP, "column top_token_ids of type", f"[{TOP + 1}]", "where the manifest has"],
+    ),
+    "no file": (
+        drop_logprobs,
+        [FIRST_RECORD, "a part has acceptance and completions and logprobs, or rejected"],
+    ),
+    "a foreign file": (
+        lambda f: (f.place / "logprobs" / "mine.parquet").write_text("x"),
+        ["logprobs/mine.parquet is named by no record"],
+    ),
+    "a file is gone": (lambda f: (f.place / FIRST_TOP).unlink(), [FIRST_TOP, "is nowhere"]),
+}
+
+
+@pytest.mark.parametrize("name", LOGPROB_TABLES)
+def test_a_fault_of_the_table_of_log_probs_is_found(scored: RunFolder, name: str) -> None:
+    plant, parts = LOGPROB_TABLES[name]
+    plant(scored)
+    said = finding(scored)
+    assert all(part in said for part in parts), said
+
+
+def test_log_probs_are_read_in_batches_of_bounded_size(
+    scored: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = []
+    monkeypatch.setattr(rules, "_BATCH_BYTES", 400)
+    for _, rows in rules.read_batches(scored.place / FIRST_TOP, "x", ["top_logprobs"]):
+        sizes.append(len(rows.key))
+    assert len(sizes) > 1
+    assert sum(sizes) == pq.read_table(scored.place / FIRST_TOP).num_rows
+    assert check_run(scored) == 0
 
 
 def test_a_cut_completion_has_no_other_reason_than_context(folder: RunFolder) -> None:

@@ -122,12 +122,16 @@ def test_an_unknown_job_gets_did_you_mean() -> None:
         ("data__template", "atuo", "auto, none or a file (did you mean auto?)"),
         ("data__system_prompt_file", "nowhere.txt", "no such file"),
         ("sampling__max_new_tokens", 0, "an integer >= 1"),
-        ("sampling__temperature", -0.1, "a number >= 0"),
-        ("sampling__temperature", float("nan"), "a number >= 0"),
+        ("sampling__temperature", -0.1, "0 or a number >= 1e-06"),
+        ("sampling__temperature", 1e-38, "0 or a number >= 1e-06"),
+        ("sampling__top_k", 2**31, "an integer in [0, 2147483647]"),
+        ("sampling__temperature", float("nan"), "0 or a number >= 1e-06"),
         ("sampling__top_p", 0.0, "a number in (0, 1]"),
         ("sampling__top_p", 1.1, "a number in (0, 1]"),
         ("sampling__seed", 2**63, "an integer in [0, 9223372036854775807]"),
         ("sampling__stop_token_ids", [3, -1], "an integer >= 0"),
+        ("sampling__top_logprobs", -1, "an integer in [0, 1024]"),
+        ("sampling__top_logprobs", 1025, "an integer in [0, 1024]"),
         ("output__store", ["promt_ids"], "(did you mean prompt_ids?)"),
         ("output__part_rows", 0, "an integer >= 1"),
         ("drafter__block", 1, "an integer >= 2"),
@@ -170,7 +174,6 @@ OTHER_VALUE: dict[str, object] = {
     "sampling.top_p": 0.9,
     "sampling.min_p": 0.1,
     "sampling.stop": ["x"],
-    "sampling.logprobs": True,
     "engine.spine": "on",
     "engine.capture": True,
     "engine.gate": False,
@@ -199,6 +202,17 @@ def test_temperature_zero_with_several_samples_is_refused() -> None:
     assert refusal(sampling__n=2) == (
         "sampling.n=2 with sampling.temperature=0: all samples would be equal"
     )
+
+
+def test_top_log_probs_need_log_probs() -> None:
+    assert refusal(sampling__top_logprobs=5) == (
+        "sampling.top_logprobs=5 with sampling.logprobs=false: allowed: sampling.logprobs=true, or "
+        "sampling.top_logprobs=0"
+    )
+    for top in (0, 5, 1024):
+        config = loaded(sampling__top_logprobs=top, sampling__logprobs=True)
+        check_built(config)
+        assert config.sampling.top_logprobs == top
 
 
 @pytest.mark.parametrize("method", ["ddtree", "chain"])

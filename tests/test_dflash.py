@@ -21,9 +21,9 @@ from ddbatch.engine.commit import append_context
 from ddbatch.engine.draft import draft
 from ddbatch.engine.plan import plan_cache, plan_shapes
 from ddbatch.engine.state import RoundState, allocate_state, cell_of
+from ddbatch.models.decoder import Target
 from ddbatch.models.dflash import DFlash
-from ddbatch.models.layers import Planes, VisibleKeys
-from ddbatch.models.llama import Llama
+from ddbatch.models.layers import LayerKeys, Planes, VisibleKeys
 
 TOLERANCE = 1e-5  # largest difference, relative to the largest value
 MIXES = {
@@ -137,7 +137,7 @@ def open_slow(tmp_path: Path) -> SlowDrafter:
 
 @dataclass
 class Trio:
-    target: Llama
+    target: Target
     drafter: DFlash
     slow: SlowDrafter
 
@@ -188,7 +188,7 @@ def run_blocks(trio: Trio, contexts: list[Planes], anchors: list[int]) -> Tensor
     is_full = torch.cat((exists_BS, torch.ones(rows, block, dtype=torch.bool)), dim=1)
     pos_BZ = torch.cat((torch.arange(num_keys).expand(rows, -1), pos_BK), dim=1)
     distance = pos_BK[:, :, None] - pos_BZ[:, None]
-    window = max((w for w in drafter.dims.windows if w is not None), default=0)
+    window = max((w for w in drafter.dims.decoder.windows if w is not None), default=0)
     is_full = is_full[:, None].expand_as(distance)
     is_sliding = is_full & (distance >= 0) & (distance < window)
     full, sliding = (
@@ -197,7 +197,8 @@ def run_blocks(trio: Trio, contexts: list[Planes], anchors: list[int]) -> Tensor
     )
     token_BK = torch.tensor([trio.block(anchor) for anchor in anchors])
     x_TD = trio.target.embed[token_BK.flatten()]
-    return drafter(x_TD, pos_BK.flatten(), cache, full, sliding).unflatten(0, (rows, block))
+    keys = LayerKeys(full, sliding)
+    return drafter(x_TD, pos_BK.flatten(), cache, keys).unflatten(0, (rows, block))
 
 
 @torch.inference_mode()
@@ -257,7 +258,7 @@ def fill_state(trio: Trio, features: list[Tensor], anchors: list[int], topk: int
         num_taps=len(dims.tap_layers),
         max_new_tokens=4,
         prefill_tokens=16,
-        stop_token_ids=(),
+        top_logprobs=None,
         dtype=torch.float32,
         device=torch.device("cpu"),
     )

@@ -8,16 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import DROP, LLAMA3_ROPE, edit_config, write_drafter, write_target
+from families import refused_target
+from tiny import DROP, FORMS, LLAMA3_ROPE, edit_config, write_drafter, write_target
 
-from ddbatch.models.dims import (
-    DrafterDims,
-    Llama3Scaling,
-    ModelDims,
-    read_drafter_dims,
-    read_generation_config,
-    read_target_dims,
-)
+from ddbatch.models.decoder_config import read_generation_config
+from ddbatch.models.dflash import read_drafter_dims
+from ddbatch.models.dims import DrafterDims, Llama3Scaling, ModelDims
+from ddbatch.models.families import read_target_dims
 from ddbatch.models.load import check_pair, choose_dtype
 
 SCALING = {key: value for key, value in LLAMA3_ROPE.items() if key != "rope_theta"}
@@ -31,14 +28,6 @@ def target(tmp_path: Path) -> Path:
 @pytest.fixture
 def drafter(tmp_path: Path) -> Path:
     return write_drafter(tmp_path / "drafter")
-
-
-def refused_target(folder: Path, *words: str) -> None:
-    """Reading fails with a message that names model.path, the folder and all `words`."""
-    with pytest.raises(ValueError, match=r"^model.path=") as error:
-        read_target_dims(folder)
-    for word in (str(folder), *words):
-        assert word in str(error.value), (word, str(error.value))
 
 
 def refused_drafter(folder: Path, *words: str) -> None:
@@ -71,7 +60,7 @@ def test_old_and_new_keys_of_a_drafter_mean_the_same(tmp_path: Path) -> None:
     assert "block_size" in json.loads((new / "config.json").read_text())["dflash_config"]
     dims = read_drafter_dims(old)
     assert dims == read_drafter_dims(new)
-    assert (dims.block, dims.windows, dims.decoder.rope.theta) == (7, (3, None), 5e5)
+    assert (dims.block, dims.decoder.windows, dims.decoder.rope.theta) == (7, (3, None), 5e5)
     assert (dims.mask_token_id, dims.tap_layers, dims.num_target_layers) == (96, (0, 2), 4)
 
 
@@ -117,12 +106,12 @@ def test_eos_is_none_one_id_or_a_list(target: Path, value: object, ids: tuple[in
 
 def test_a_drafter_without_layer_types_sees_everything(drafter: Path) -> None:
     edit_config(drafter, layer_types=DROP)
-    assert read_drafter_dims(drafter).windows == (None, None)
+    assert read_drafter_dims(drafter).decoder.windows == (None, None)
 
 
 def test_a_window_that_no_layer_uses_is_ignored(drafter: Path) -> None:
     edit_config(drafter, sliding_window=4096)
-    assert read_drafter_dims(drafter).windows == (None, None)
+    assert read_drafter_dims(drafter).decoder.windows == (None, None)
 
 
 @pytest.mark.parametrize(("windows", "is_causal"), [((None, None), False), ((3, 3), True)])
@@ -131,13 +120,21 @@ def test_a_causal_key_that_says_what_layer_types_say_is_accepted(
 ) -> None:
     folder = write_drafter(tmp_path / "drafter", windows=windows)
     edit_config(folder, dflash_config__causal=is_causal, dflash_config__use_swa=False)
-    assert read_drafter_dims(folder).windows == windows
+    assert read_drafter_dims(folder).decoder.windows == windows
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"architectures": ["MistralForCausalLM"]}, ["MistralForCausalLM", "LlamaForCausalLM"]),
+        (
+            {"architectures": ["GemmaForCausalLM"]},
+            ["GemmaForCausalLM", *(form.architecture for form in FORMS.values())],
+        ),
+        (
+            {"architectures": ["LlamaForCausalLM", "Qwen2ForCausalLM"]},
+            ["['LlamaForCausalLM', 'Qwen2ForCausalLM']", "one of"],
+        ),
+        ({"architectures": "LlamaForCausalLM"}, ["architectures='LlamaForCausalLM'", "one of"]),
         ({"architectures": DROP}, ["architectures=None", "LlamaForCausalLM"]),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, ["rope_type='yarn'", "'llama3'"]),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, ["rope_type='linear'", "'llama3'"]),

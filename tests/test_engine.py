@@ -10,15 +10,15 @@ import torch
 from decoding import decode, make_engine, random_prompts, token_prompts
 from tiny import load_tiny_pair
 
-from ddbatch.core import Completion, Rejected
+from ddbatch.core import Completion, Rejected, Sampling
 from ddbatch.engine import oracle, oracle_ddtree
+from ddbatch.models.decoder import Target
 from ddbatch.models.dflash import DFlash
-from ddbatch.models.llama import Llama
 
 VOCAB = 13  # small, so that a random drafter is often right
 NEAR_TIE = 1e-4
 LENGTHS = (1, 9, 4, 17, 2, 30, 5)
-Pair = tuple[Llama, DFlash]
+Pair = tuple[Target, DFlash]
 
 
 @pytest.fixture(scope="module")
@@ -177,8 +177,10 @@ def test_output_ends_with_the_first_stop_token(
     pair: Pair, expected: list[tuple[int, ...]], method: str, stop: int
 ) -> None:
     """Every token of the vocabulary in turn: first tokens, drafted ones and bonuses among them."""
-    engine = make_engine(*pair, method=method, budget=12, stops=(stop, VOCAB + 5))
-    for output, done in zip(expected, decode(engine, random_prompts(LENGTHS, VOCAB)), strict=True):
+    engine = make_engine(*pair, method=method, budget=12)
+    stops = Sampling(stop_token_ids=(stop, VOCAB + 5))
+    found = decode(engine, random_prompts(LENGTHS, VOCAB), sampling=stops)
+    for output, done in zip(expected, found, strict=True):
         if stop in output:
             assert done.token_ids == output[: output.index(stop) + 1]
             assert (done.finish_reason, done.stop_token_id) == ("stop", stop)
@@ -190,8 +192,9 @@ def test_output_ends_with_the_first_stop_token(
 def test_a_first_token_that_stops_takes_no_round(
     pair: Pair, expected: list[tuple[int, ...]]
 ) -> None:
-    engine = make_engine(*pair, rows=2, stops=(expected[1][0],))
-    done = decode(engine, [random_prompts(LENGTHS, VOCAB)[1]])[0]
+    engine = make_engine(*pair, rows=2)
+    stops = Sampling(stop_token_ids=(expected[1][0],))
+    done = decode(engine, [random_prompts(LENGTHS, VOCAB)[1]], sampling=stops)[0]
     assert done.token_ids == expected[1][:1]
     assert (done.accepted, done.finish_reason) == ((), "stop")
 

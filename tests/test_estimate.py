@@ -251,6 +251,9 @@ def test_disk_grows_with_everything_that_is_stored(kind: Any) -> None:
     assert bare.high < full.high
     expected = Totals(10, 100, most_tokens=1000, expected_tokens=500)
     assert disk_bytes(expected, 1, kind, []).high < bare.high
+    scores, top_5 = (disk_bytes(small, 1, kind, [], top) for top in (0, 5))
+    assert bare.low + 3 * 1000 <= scores.low < scores.high <= bare.high + 4 * 1000
+    assert (top_5.low, top_5.high) > (scores.low + 10 * 1000, scores.high + 15 * 1000)
     several = disk_bytes(small, 3, kind, ["prompt_ids"])
     one = disk_bytes(small, 1, kind, ["prompt_ids"])
     assert (several.low, several.high > one.high) == (one.low, True)

@@ -12,16 +12,16 @@ from decoding import make_engine, random_prompts, token_prompts
 from tiny import load_tiny_pair
 
 import ddbatch.engine.round as round_module
-from ddbatch.core import Completion
+from ddbatch.core import Completion, Sampling
 from ddbatch.engine import oracle
 from ddbatch.engine.engine import Engine
 from ddbatch.engine.state import RoundState, cell_of
+from ddbatch.models.decoder import Target
 from ddbatch.models.dflash import DFlash
-from ddbatch.models.llama import Llama
 
 VOCAB, BLOCK, CAP = 29, 5, 24
 LENGTHS = (6, 1, 11)
-Pair = tuple[Llama, DFlash]
+Pair = tuple[Target, DFlash]
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def force_drafts(
     """Candidates of position d: the oracle's token at rank ranks[d] (None: not offered), wrong ones
     elsewhere, each a different token."""
 
-    def draft(target: Llama, drafter: DFlash, state: RoundState) -> None:
+    def draft(target: Target, drafter: DFlash, state: RoundState) -> None:
         for row, slot in enumerate(state.slot_B.tolist()):
             if slot == state.nobody:
                 continue
@@ -74,8 +74,11 @@ def full_tree_engine(pair: Pair, **options: object) -> Engine:
     )  # type: ignore[arg-type]
 
 
-def run(engine: Engine, caps: int | list[int] = CAP) -> list[Completion]:
-    prompts = token_prompts(random_prompts(LENGTHS, VOCAB), caps)
+def run(
+    engine: Engine, caps: int | list[int] = CAP, stops: tuple[int, ...] = ()
+) -> list[Completion]:
+    own = Sampling(stop_token_ids=stops)
+    prompts = token_prompts(random_prompts(LENGTHS, VOCAB), caps, own)
     done = [item for item in engine.run(iter(prompts)) if isinstance(item, Completion)]
     return sorted(done, key=lambda completion: completion.key)
 
@@ -149,8 +152,7 @@ def test_a_stop_token_at_every_depth_of_an_accepted_path_ends_the_row_there(
     for row, output in enumerate(outputs):
         stop = output[1 + depth]
         first = output.index(stop)
-        engine = full_tree_engine(pair, stops=(stop,))
-        done = run(engine)[row]
+        done = run(full_tree_engine(pair), stops=(stop,))[row]
         assert list(done.token_ids) == output[: first + 1]
         assert (done.finish_reason, done.stop_token_id) == ("stop", stop)
         # Drafted tokens that were kept, the bonus apart: the last round ends inside its path or
@@ -184,7 +186,7 @@ def test_a_stop_token_at_the_cap_counts_as_a_stop(
 ) -> None:
     force_drafts(monkeypatch, outputs, [0] * (BLOCK - 1))
     first = outputs[0].index(outputs[0][3])
-    done = run(full_tree_engine(pair, stops=(outputs[0][3],)), first + 1)[0]
+    done = run(full_tree_engine(pair), first + 1, stops=(outputs[0][3],))[0]
     assert done.finish_reason == "stop"
 
 

@@ -27,11 +27,12 @@ from conftest import RealPair
 from decoding import decode, make_engine, token_prompts
 
 from ddbatch.__main__ import main
+from ddbatch.core import Sampling
 from ddbatch.engine.oracle import Oracle
 from ddbatch.engine.oracle_ddtree import draft_scores, oracle_round, trace
-from ddbatch.models.dflash import DFlash
-from ddbatch.models.dims import read_drafter_dims, read_target_dims
-from ddbatch.models.llama import Llama
+from ddbatch.models.decoder import Target
+from ddbatch.models.dflash import DFlash, read_drafter_dims
+from ddbatch.models.families import read_target_dims
 from ddbatch.models.load import load_drafter, load_target, set_numerics
 from ddbatch_kernels.accept_tree import accept_tree
 from ddbatch_kernels.ancestors import pack_ancestors
@@ -46,6 +47,7 @@ METHODS = [
     ("ddtree", 32),
 ]
 CAP, STOP, BLOCK = 96, 2, 16
+STOPS = Sampling(stop_token_ids=(STOP,))
 
 shared = pytest.mark.shared
 Trace = dict[str, Any]
@@ -91,7 +93,7 @@ def test_the_references_paths_are_walked(case: Trace) -> None:
 class Loaded:
     """The real pair in float32, on a GPU where there is one, and the traces."""
 
-    target: Llama
+    target: Target
     drafter: DFlash
     traces: list[Trace]
 
@@ -210,10 +212,9 @@ def test_every_tree_is_the_references(loaded: Loaded, budget: int) -> None:
             rows=1,
             max_len=192,
             max_new_tokens=CAP,
-            stops=(STOP,),
             prefill_tokens=512,
         )
-        engine.fill(iter(token_prompts([reference["prompt_token_ids"]], CAP)))
+        engine.fill(iter(token_prompts([reference["prompt_token_ids"]], CAP, STOPS)))
         for recorded in reference["trees"][: num_compared(reference)]:
             engine.step()
             tree, expected = engine.state.tree, recorded["tree"]
@@ -258,10 +259,9 @@ def test_rounds_that_differ_come_from_the_references_short_block(loaded: Loaded)
             rows=1,
             max_len=192,
             max_new_tokens=CAP,
-            stops=(STOP,),
             prefill_tokens=512,
         )
-        done = decode(engine, [prompt])[0]
+        done = decode(engine, [prompt], sampling=STOPS)[0]
         ours = trace(loaded.target, loaded.drafter, tuple(prompt), output, budget=8, topk=8)
         assert done.accepted == tuple(len(r.accepted_nodes) - 1 for r in ours)
     assert num_short == 7
@@ -281,10 +281,9 @@ def test_golden_prompts_together_reversed_and_in_any_number_of_rows(
         rows=rows,
         max_len=192,
         max_new_tokens=CAP,
-        stops=(STOP,),
         prefill_tokens=512,
     )
-    done = decode(engine, [t["prompt_token_ids"] for t in traces])
+    done = decode(engine, [t["prompt_token_ids"] for t in traces], sampling=STOPS)
     assert [list(c.token_ids) for c in done] == [t["output_token_ids"] for t in traces]
     for reference, completion in zip(traces, done, strict=True):
         assert_rounds_agree(reference, completion.accepted, len(completion.token_ids))

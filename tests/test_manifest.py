@@ -8,13 +8,21 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
-from test_schema import STORE
+from datasets import load_dataset
+from made_run import ATTEMPT, make_run
+from test_schema import STORE, finished, with_logprobs
 
 from ddbatch.core import RunError
 from ddbatch.data.batching.columns import Columns, KeptColumn
 from ddbatch.data.folder import RunFolder
 from ddbatch.data.manifest import Manifest, card, create_manifest, read_manifest
-from ddbatch.data.schema import acceptance_schema, completions_schema, rejected_schema
+from ddbatch.data.schema import (
+    acceptance_schema,
+    completions_schema,
+    logprobs_schema,
+    rejected_schema,
+)
+from ddbatch.data.sink import Sink
 
 KEEP = (
     KeptColumn("score", pa.float64(), False),
@@ -73,6 +81,45 @@ def test_the_card_has_a_config_for_each_table_and_what_the_user_adds() -> None:
     )
     tables = {"completions": MANIFEST.schemas["completions"]}
     assert "acceptance" not in card(replace(MANIFEST, schemas=tables))
+    assert "logprobs" not in text
+    told = card(replace(MANIFEST, schemas=MANIFEST.schemas | {"logprobs": logprobs_schema(5)}))
+    assert "- config_name: logprobs\n  data_files: logprobs/*.parquet\n" in told
+    assert "- `logprobs`: the same rows: the most probable tokens" in told
+
+
+def test_the_manifest_says_how_many_top_tokens_there_are_and_whether_log_probs_are(
+    tmp_path: Path,
+) -> None:
+    made = replace(
+        MANIFEST,
+        schemas=MANIFEST.schemas | {"logprobs": logprobs_schema(5)},
+        identity={"sampling.logprobs": True},
+    )
+    read = create_manifest(RunFolder(tmp_path), "a" * 12, made)
+    assert read.schemas["logprobs"].equals(logprobs_schema(5), check_metadata=True)
+    assert (read.has_logprobs, MANIFEST.has_logprobs) == (True, False)
+
+
+def test_log_probs_load_with_datasets_from_the_first_part_on(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", rows=3, samples=1, skipped=(2,), top_logprobs=3)
+
+    def loaded() -> list[dict[str, object]]:
+        place, cache = str(folder.place), str(tmp_path / "cache")
+        done = load_dataset(place, cache_dir=cache)["train"]
+        best = load_dataset(place, "logprobs", cache_dir=cache)["train"]
+        assert best["row_id"][:] == done["row_id"][:]
+        for row, scores in zip(best, done["output_logprobs"], strict=True):
+            shapes = {len(row["top_token_ids"]), len(row["top_logprobs"]), len(scores)}
+            assert len(shapes) == 1
+            assert {len(top) for top in row["top_logprobs"]} == {3}
+        return list(best)
+
+    assert [row["row_id"] for row in loaded()] == [0, 1]
+    sink = Sink(folder, ATTEMPT, read_manifest(folder).schemas, part_rows=9, part_seconds=9)
+    sink.open_shard(0, 1)
+    sink.add(0, [with_logprobs(finished(2), 3)])
+    assert sink.commit_part(0) is not None
+    assert [row["row_id"] for row in loaded()] == [0, 1, 2]
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from made_run import make_run as make_scored_run
 from merge_runs import SCHEMA, MadeRun, Row, completion, key_of, make_run, rejected
 
 from ddbatch.config import Config, MergeConfig
@@ -96,6 +97,42 @@ def test_what_was_committed_is_rolled_forward_first(tmp_path: Path) -> None:
     assert not (folder.place / "completions").exists()
     assert row_ids(merged(config_for(folder, tmp_path / "out"))) == [3, 5, 17]
     assert len(list((folder.place / "completions").iterdir())) == 3
+
+
+@pytest.mark.parametrize("file_type", ["parquet", "jsonl"])
+def test_log_probs_stay_with_their_completions(tmp_path: Path, small: None, file_type: str) -> None:
+    """Whatever is left out, replaced or told apart: the column moves with its row."""
+    folders = []
+    for number, row_ids_here in enumerate((range(20), range(3, 20, 4))):
+        made = MadeRun(tmp_path / f"run-{number}")
+        for shard in range(2):
+            keys = [Key(row_id, 0, 0) for row_id in row_ids_here if row_id // 10 == shard]
+            for part in (keys[::2], keys[1::2]):
+                made.add(
+                    completion(
+                        key,
+                        completion=f"run {number} said {key.row_id % 9}",
+                        output_logprobs=[-key.row_id - 0.5, -1.0 * number],
+                    )
+                    for key in part
+                )
+        folders.append(made.folder)
+    options = {"filter": "row_id != 2", "dedup": ["completion"], "file_type": file_type}
+    rows = merged(config_for(folders[0], tmp_path / "out", folders[1], **options))
+    assert 5 < len(rows) < 20
+    for row in rows:
+        number = int(row["row_id"] % 4 == 3)
+        assert row["completion"] == f"run {number} said {row['row_id'] % 9}"
+        assert row["output_logprobs"] == [-row["row_id"] - 0.5, -1.0 * number]
+
+
+def test_the_table_of_log_probs_is_left_where_it_is(tmp_path: Path) -> None:
+    folder = make_scored_run(tmp_path / "run", top_logprobs=3)
+    rows = merged(config_for(folder, tmp_path / "out"))
+    done = pq.read_table(folder.place / "completions").to_pylist()
+    said = {key_of(row): row["output_logprobs"] for row in done}
+    assert {key_of(row): row["output_logprobs"] for row in rows} == said
+    assert "top_logprobs" not in rows[0]
 
 
 # --- the streaming merge and a sort in memory -----------------------------------------------------

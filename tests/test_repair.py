@@ -13,11 +13,12 @@ from pathlib import Path
 
 import pytest
 from interrupts import Process, cut_off, hooks, quickly, run_hooked
+from made_run import SHARD_ROWS, make_run
 from small_run import SAMPLES, SHARDS, check, check_complete, generate, visible_keys, write_part
 
-from ddbatch.core import RunError
+from ddbatch.core import RunError, Shard
 from ddbatch.data.commits import commit, mark_finished, recover, roll_forward
-from ddbatch.data.folder import RunFolder, StateError
+from ddbatch.data.folder import TABLES, RunFolder, StateError
 from ddbatch.data.repair import repair
 
 SHARD = SHARDS[0]
@@ -338,3 +339,14 @@ def test_repair_leaves_a_record_of_a_later_version_where_it_is(tmp_path: Path) -
         mend(folder, "mender")
     assert len(list(folder.records(SHARD.index).iterdir())) == len(PARTS)
     assert sorted(folder.place.rglob("*")) == before
+
+
+def test_all_tables_of_a_broken_part_go_aside(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", top_logprobs=2, seed=5)
+    shard, last = Shard(0, 0, SHARD_ROWS), len(list(folder.records(0).iterdir())) - 1
+    folder.record(0, last).write_text("{")
+    had = {table for table in TABLES if folder.part(table, 0, last).exists()}
+    assert "logprobs" in had
+    moved = repair(folder, shard, 2, "later")
+    assert {name.split("/")[0] for name in moved} == {*had, ".ddbatch"}
+    assert not any(folder.part(table, 0, last).exists() for table in TABLES)

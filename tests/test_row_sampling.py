@@ -54,24 +54,25 @@ def test_null_sets_nothing() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"temperature": -0.1}, "temperature=-0.1: expected a number >= 0"),
-        ({"temperature": "0"}, "temperature=0: expected a number >= 0"),
-        ({"temperature": True}, "temperature=true: expected a number >= 0"),
-        ({"temperature": float("nan")}, "temperature=nan: expected a number"),
-        ({"temperature": float("inf")}, "temperature=inf: expected a number"),
-        ({"temperature": 10**400}, "expected a number >= 0"),
+        ({"temperature": -0.1}, "temperature=-0.1: expected 0 or a number >= 1e-06"),
+        ({"temperature": "0"}, "temperature=0: expected 0 or a number >= 1e-06"),
+        ({"temperature": True}, "temperature=true: expected 0 or a number >= 1e-06"),
+        ({"temperature": float("nan")}, "temperature=nan: expected 0 or a number"),
+        ({"temperature": float("inf")}, "temperature=inf: expected 0 or a number"),
+        ({"temperature": 10**400}, "expected 0 or a number >= 1e-06"),
         ({"top_p": 0}, "top_p=0: expected a number in (0, 1]"),
         ({"top_p": 1.01}, "top_p=1.01: expected a number in (0, 1]"),
-        ({"top_k": -1}, "top_k=-1: expected an integer >= 0"),
-        ({"top_k": 2.0}, "top_k=2.0: expected an integer >= 0"),
+        ({"top_k": -1}, "top_k=-1: expected an integer in [0, 2147483647]"),
+        ({"top_k": 2.0}, "top_k=2.0: expected an integer in [0, 2147483647]"),
         ({"min_p": 2}, "min_p=2: expected a number in [0, 1]"),
         ({"max_new_tokens": 0}, "max_new_tokens=0: expected an integer >= 1"),
         ({"max_new_tokens": False}, "max_new_tokens=false: expected an integer >= 1"),
         ({"seed": 2**63}, "seed=9223372036854775808: expected an integer in [0, "),
-        ({"stop": "END"}, "stop=END: expected a list of strings"),
-        ({"stop": ["a", ""]}, "expected a list of strings that are text and not empty"),
-        ({"stop": ["\ud800"]}, "expected a list of strings that are text and not empty"),
-        ({"stop": [1]}, "stop=[1]: expected a list of strings"),
+        ({"stop": "END"}, "stop=END: expected a list, each item text, not empty"),
+        ({"stop": ["a", ""]}, "stop=[a,]: expected a list, each item text, not empty"),
+        ({"stop": ["\ud800"]}, "not empty, without lone surrogates"),
+        ({"stop": ["x\ufffd"]}, "and without U+FFFD"),
+        ({"stop": [1]}, "stop=[1]: expected a list, each item text"),
         ({"stop_token_ids": 3}, "stop_token_ids=3: expected a list, each item an integer >= 0"),
         ({"stop_token_ids": [1, -1]}, "stop_token_ids=[1,-1]: expected a list, each item"),
         ({"stop_token_ids": [True]}, "stop_token_ids=[true]: expected a list, each item"),
@@ -107,7 +108,7 @@ def test_the_sampling_of_a_row_goes_with_its_prompt() -> None:
     assert absent.sampling == RowSampling()
     row = Row({"prompt": "x", "i": "a", "s": {"top_k": "1"}}, "raw")
     rejected = to_prompt(row, Key(1, 0, 0), columns, turns="last")
-    reason = "column 's': top_k=1: expected an integer >= 0"
+    reason = "column 's': top_k=1: expected an integer in [0, 2147483647]"
     assert rejected == Rejected(Key(1, 0, 0), "bad_sampling", reason, "a", "raw")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 from pathlib import Path
+from typing import Any
 
 import fake
 import pyarrow as pa
@@ -286,8 +287,8 @@ def test_room_grows_with_the_prompts_and_shorter_ones_stay(
     made: list[fake.FakeDecoder] = []
 
     class Seen(fake.FakeDecoder):
-        def __init__(self, options: fake.FakeOptions) -> None:
-            super().__init__(options)
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
             made.append(self)
 
     monkeypatch.setattr(fake, "FakeDecoder", Seen)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from array import array
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -13,8 +15,9 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from made_logprobs import made_logprobs
 
-from ddbatch.core import Completion, Key, Prompt, Rejected
+from ddbatch.core import Completion, Key, Prompt, Rejected, TokenLogprobs
 from ddbatch.data import parquet
 from ddbatch.data.batching.columns import KeptColumn
 from ddbatch.data.parquet import TableRow, write_table
@@ -25,12 +28,15 @@ from ddbatch.data.schema import (
     completions_row,
     completions_schema,
     kept_columns,
+    logprobs_row,
+    logprobs_schema,
     rejected_row,
     rejected_schema,
 )
 
 STORE = ("prompt_ids", "acceptance")
 FULL = completions_schema(keep=(), store=STORE)
+TOP_3 = logprobs_schema(3)
 
 
 def finished(
@@ -71,6 +77,11 @@ def finished(
     )
 
 
+def with_logprobs(row: FinishedRow, top: int) -> FinishedRow:
+    told = made_logprobs(row.completion.token_ids, top, vocab=31)
+    return replace(row, completion=replace(row.completion, logprobs=told))
+
+
 def plain(row: TableRow) -> dict[str, object]:
     """A row with lists in the place of arrays."""
     return {
@@ -90,7 +101,7 @@ def read_back(rows: Sequence[TableRow], kind: pa.Schema, folder: Path) -> pa.Tab
 
 
 def test_a_completion_comes_back_as_it_was_written(tmp_path: Path) -> None:
-    row = finished(9, text="s\u00e4gt \u4f60")
+    row = replace(finished(9, text="s\u00e4gt \u4f60"), reasoning_end=4)
     (read,) = read_back([completions_row(row, FULL)], FULL, tmp_path).to_pylist()
     assert read == {
         "row_id": 9,
@@ -109,7 +120,7 @@ def test_a_completion_comes_back_as_it_was_written(tmp_path: Path) -> None:
         "output_tokens": 9,
         "finish_reason": "stop",
         "stop_reason": None,
-        "reasoning_end": None,
+        "reasoning_end": 4,
         "max_new_tokens": 100,
         "seed": 11,
         "output_logprobs": None,
@@ -144,6 +155,7 @@ def test_files_carry_the_schema_and_the_settings(tmp_path: Path) -> None:
     for table, kind, row in (
         ("completions", FULL, completions_row(finished(), FULL)),
         ("acceptance", acceptance_schema(), acceptance_row(finished())),
+        ("logprobs", TOP_3, logprobs_row(with_logprobs(finished(), 3), TOP_3)),
         ("rejected", rejected_schema(), rejected_row(rejected(1))),
     ):
         write_table([row], kind, tmp_path / "x.parquet")
@@ -299,3 +311,142 @@ def test_row_groups_stay_within_both_bounds(
     assert read == [{**plain(row), **rounded} for row in rows]
     with pytest.raises(AssertionError):
         write_table([], FULL, tmp_path / "y.parquet")
+
+
+def as_lists(told: TokenLogprobs) -> TokenLogprobs:
+    return told
+
+
+def as_arrays(told: TokenLogprobs) -> TokenLogprobs:
+    """Pieces of larger buffers, of other types than the table's."""
+    ids, top = np.array(told.top_ids, np.int64), np.array(told.top, np.float32)
+    return TokenLogprobs(np.array([*told.token, 7], np.float32), ids, top).first(len(ids))  # type: ignore[arg-type]
+
+
+def as_std_arrays(told: TokenLogprobs) -> TokenLogprobs:
+    ids = [array("q", of_token) for of_token in told.top_ids]
+    return TokenLogprobs(array("f", told.token), ids, [array("f", top) for top in told.top])
+
+
+@pytest.mark.parametrize("kind", [as_lists, as_arrays, as_std_arrays])
+@pytest.mark.parametrize("top", [1, 3, 31])
+def test_log_probs_come_back_from_any_kind_of_sequence(
+    tmp_path: Path, kind: Callable[[TokenLogprobs], TokenLogprobs], top: int
+) -> None:
+    rows = [finished(n, accepted=(2,) * n) for n in (4, 0, 2)]
+    told = [made_logprobs(row.completion.token_ids, top, vocab=31) for row in rows]
+    given = [
+        replace(row, completion=replace(row.completion, logprobs=kind(its)))
+        for row, its in zip(rows, told, strict=True)
+    ]
+    schema = logprobs_schema(top)
+    read = read_back([logprobs_row(row, schema) for row in given], schema, tmp_path)
+    assert read.schema.equals(schema)
+    assert read["top_token_ids"].to_pylist() == [its.top_ids for its in told]
+    assert read["top_logprobs"].to_pylist() == [
+        np.array(its.top, np.float32).astype(np.float16).tolist() for its in told
+    ]
+    done = read_back([completions_row(row, FULL) for row in given], FULL, tmp_path)
+    assert done["output_logprobs"].to_pylist() == [
+        np.array(its.token, np.float32).tolist() for its in told
+    ]
+
+
+def test_a_rows_arrays_do_not_hold_the_engines_buffers() -> None:
+    row = finished()
+    num_tokens = len(row.completion.token_ids)
+    buffers = np.zeros(1000, np.float32), np.zeros((1000, 3), np.int32), np.zeros((1000, 3))
+    told = TokenLogprobs(*buffers).first(num_tokens)  # type: ignore[arg-type]
+    row = replace(row, completion=replace(row.completion, logprobs=told))
+    for values in (completions_row(row, FULL), logprobs_row(row, TOP_3)):
+        arrays = [value for value in values.values() if isinstance(value, np.ndarray)]
+        assert all(value.base is None for value in arrays)
+
+
+@pytest.mark.filterwarnings("error")
+def test_what_half_precision_cannot_hold_becomes_minus_infinity(tmp_path: Path) -> None:
+    row = finished(accepted=())
+    told = TokenLogprobs([-1e-8], [[5, 3, 4]], [[-1e-8, -1e9, -np.inf]])
+    row = replace(row, completion=replace(row.completion, logprobs=told))
+    (read,) = read_back([logprobs_row(row, TOP_3)], TOP_3, tmp_path).to_pylist()
+    assert read["top_logprobs"] == [[0.0, -np.inf, -np.inf]]
+
+
+@pytest.mark.parametrize(
+    ("part", "change"),
+    [
+        ("token", lambda scores: scores[:-1]),
+        ("token", lambda scores: [*scores, -1.0]),
+        ("token", lambda scores: [1e-6, *scores[1:]]),
+        ("token", lambda scores: [*scores[:-1], np.nan]),
+        ("token", lambda scores: [*scores[:-1], -np.inf]),
+        ("top_ids", lambda ids: ids[:-1]),
+        ("top_ids", lambda ids: [*ids[:-1], [1, 2]]),
+        ("top_ids", lambda ids: [[1, 2, 3, 4] for _ in ids]),
+        ("top_ids", lambda ids: [*ids[:-1], [1, 2, -1]]),
+        ("top", lambda top: [*top, top[0]]),
+        ("top", lambda top: [[], *top[1:]]),
+        ("top", lambda top: [*top[:-1], [0.5, -1.0, -2.0]]),
+        ("top", lambda top: [*top[:-1], [-1.0, -2.0, np.nan]]),
+    ],
+)
+def test_log_probs_that_cannot_be_are_a_bug(part: str, change: Callable[[Any], Any]) -> None:
+    row = with_logprobs(finished(), 3)
+    told = row.completion.logprobs
+    assert told is not None
+    wrong = told._replace(**{part: change(getattr(told, part))})
+    broken = replace(row, completion=replace(row.completion, logprobs=wrong))
+    with pytest.raises(AssertionError):
+        completions_row(broken, FULL), logprobs_row(broken, TOP_3)
+
+
+def test_a_completion_without_log_probs_has_no_place_in_their_table() -> None:
+    with pytest.raises(AssertionError, match="no log-probabilities"):
+        logprobs_row(finished(), TOP_3)
+
+
+def test_without_top_tokens_the_completions_have_their_log_probs_alone() -> None:
+    row = with_logprobs(finished(), 0)
+    assert row.completion.logprobs is not None
+    scores = completions_row(row, FULL)["output_logprobs"]
+    assert np.array_equal(scores, np.array(row.completion.logprobs.token, np.float32))  # type: ignore[arg-type]
+
+
+def test_matrices_are_written_as_lists_of_lists_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [logprobs_row(with_logprobs(finished(n, accepted=(1,) * n), 3), TOP_3) for n in range(9)]
+    twin = pa.Table.from_pylist([plain(row) for row in rows], schema=TOP_3)
+    for bound in (10, 500, 1 << 20):
+        monkeypatch.setattr(parquet, "GROUP_BYTES", bound)
+        assert read_back(rows, TOP_3, tmp_path).equals(twin)
+        groups = pq.ParquetFile(tmp_path / "x.parquet").metadata.num_row_groups
+        assert {10: groups == 9, 500: 1 < groups < 9, 1 << 20: groups == 1}[bound]
+
+
+def test_log_probs_are_split_by_bytes_and_a_kept_column_of_their_name_is_not(
+    tmp_path: Path,
+) -> None:
+    keep = tuple(
+        KeptColumn(name, kind, False)
+        for name, kind in (
+            ("top_logprobs", pa.list_(pa.list_(pa.string()))),
+            ("top_token_ids", pa.list_(pa.struct([("a", pa.int32())]))),
+        )
+    )
+    kind = completions_schema(keep=keep, store=())
+    prompt = Prompt(Key(0, 0, 0), text="x", kept=([["a"]], [{"a": 1}]))
+    write_table(
+        [completions_row(with_logprobs(finished(prompt=prompt), 0), kind)], kind, tmp_path / "c"
+    )
+    write_table([logprobs_row(with_logprobs(finished(), 3), TOP_3)], TOP_3, tmp_path / "l")
+    found = set()
+    for name in ("c", "l"):
+        group = pq.ParquetFile(tmp_path / name).metadata.row_group(0)
+        columns = [group.column(at) for at in range(group.num_columns)]
+        found |= {
+            (name, column.path_in_schema.split(".")[0])
+            for column in columns
+            if "BYTE_STREAM_SPLIT" in column.encodings
+        }
+    assert found == {("c", "output_logprobs"), ("l", "top_token_ids"), ("l", "top_logprobs")}

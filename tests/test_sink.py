@@ -11,7 +11,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from test_schema import FULL, finished, rejected
+from test_schema import FULL, TOP_3, finished, rejected, with_logprobs
 
 from ddbatch.core import Key, Rejected, RunError
 from ddbatch.data import sink
@@ -215,6 +215,55 @@ def test_without_acceptance_there_is_no_such_table(tmp_path: Path) -> None:
     add(out, finished(0))
     assert out.commit_part(2) is not None
     assert not (tmp_path / "acceptance").exists()
+
+
+WITH_LOGPROBS = {
+    "completions": FULL,
+    "acceptance": acceptance_schema(),
+    "logprobs": TOP_3,
+    "rejected": rejected_schema(),
+}
+
+
+def test_log_probs_come_in_the_same_parts_as_their_completions(tmp_path: Path) -> None:
+    out = make_sink(tmp_path, schemas=WITH_LOGPROBS)
+    add(out, *(with_logprobs(finished(row_id), 3) for row_id in (5, 1, 3)), rejected(2))
+    assert commit_due(out) == [0]
+    add(out, with_logprobs(finished(4), 3))
+    record = out.commit_part(2)
+    assert record is not None
+    assert [file.table for file in record.files] == ["completions", "acceptance", "logprobs"]
+    assert row_ids(tmp_path, "logprobs") == row_ids(tmp_path, "completions") == [[1, 3, 5], [4]]
+    names = [file.name for file in (tmp_path / "logprobs").iterdir()]
+    assert sorted(names) == [f"shard-00002-part-{number:06d}.parquet" for number in range(2)]
+
+
+def test_a_part_of_rejected_rows_has_no_file_of_log_probs(tmp_path: Path) -> None:
+    out = make_sink(tmp_path, schemas=WITH_LOGPROBS)
+    add(out, rejected(7), rejected(8))
+    record = out.commit_part(2)
+    assert record is not None
+    assert [file.table for file in record.files] == ["rejected"]
+    assert not (tmp_path / "logprobs").exists()
+
+
+def test_log_probs_count_for_the_size_of_a_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sink, "PART_BYTES", 10_000)
+    counts = {}
+    for name, top in (("without", None), ("with", 3)):
+        schemas = SCHEMAS if top is None else WITH_LOGPROBS
+        out = make_sink(tmp_path / name, part_rows=1000, schemas=schemas)
+        for row_id in range(100):
+            row = finished(row_id, accepted=(3,) * 12)  # 49 tokens
+            add(out, row if top is None else with_logprobs(row, top))
+            if out.due():
+                break
+        counts[name] = row_id + 1
+    # 4 bytes of a token id, 2 of the lists by round and 80 of texts; 4 + 6 x 3 of log-probs.
+    assert counts["without"] in range(20, 50)
+    assert counts["with"] in range(6, 9)
 
 
 def test_a_row_that_comes_twice_is_a_bug(tmp_path: Path) -> None:

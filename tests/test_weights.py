@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from tiny import edit_config, edit_tensors, read_drafter, read_target, write_drafter, write_target
 from torch import Tensor
 
+from ddbatch.models.decoder import Target
 from ddbatch.models.dflash import DFlash
-from ddbatch.models.llama import Llama
 from ddbatch.models.weights import load_weights
 
 HEAD = "lm_head.weight"
@@ -38,7 +38,7 @@ def stored(folder: Path) -> dict[str, Tensor]:
     return found
 
 
-def assert_filled(model: Llama | DFlash, tensors: dict[str, Tensor]) -> None:
+def assert_filled(model: Target | DFlash, tensors: dict[str, Tensor]) -> None:
     """Every tensor stands in its place, and the places cover every weight of the model once."""
     places = model.destinations()
     assert places.keys() == tensors.keys()

@@ -12,15 +12,15 @@ import math
 from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ddbatch.models.dflash import DFlash
-from ddbatch.models.dims import read_drafter_dims, read_target_dims
-from ddbatch.models.llama import Llama
+from ddbatch.models.decoder import Target
+from ddbatch.models.dflash import DFlash, read_drafter_dims
+from ddbatch.models.families import read_target_dims
 from ddbatch.models.load import check_pair, load_drafter, load_target
 
 SPREAD = 2.5  # standard deviation of scores
@@ -38,9 +38,32 @@ LLAMA3_ROPE: dict[str, object] = {
 }
 
 
+class Form(NamedTuple):
+    """What is a family's own in its released folders. keys: config keys that all of them have."""
+
+    architecture: str
+    model_type: str
+    keys: dict[str, object]
+    has_qkv_bias: bool = False
+    has_qk_norm: bool = False
+
+
+FORMS = {
+    "llama": Form(
+        "LlamaForCausalLM", "llama", {"attention_bias": False, "mlp_bias": False, "bos_token_id": 1}
+    ),
+    "mistral": Form("MistralForCausalLM", "mistral", {}),
+    "qwen2": Form("Qwen2ForCausalLM", "qwen2", {}, has_qkv_bias=True),
+    "qwen3": Form("Qwen3ForCausalLM", "qwen3", {"attention_bias": False}, has_qk_norm=True),
+}
+
+
 def write_target(
     folder: Path,
     *,
+    family: str = "llama",
+    window: int | None = None,
+    full_layers: int = 0,
     seed: int = 0,
     vocab: int = 97,
     width: int = 24,
@@ -58,16 +81,18 @@ def write_target(
     nested_keys: bool = False,
     eos_token_id: int | list[int] | None = None,
 ) -> Path:
-    """A Llama folder; returns it.
+    """A target's folder; returns it.
 
-    rope: rope_parameters as transformers 5 writes them (None = theta 10000). nested_keys: write
-    that form and `dtype`; else rope_theta, rope_scaling and torch_dtype. scale: factor on the
-    projections.
+    family: of FORMS. window: what layers see, but for the first full_layers (a Qwen's alone). rope:
+    rope_parameters as transformers 5 writes them (None = theta 10000). nested_keys: write that
+    form, layer_types and `dtype`; else rope_theta, rope_scaling, max_window_layers and torch_dtype.
+    scale: factor on the projections.
     """
+    form = FORMS[family]
     rope = {"rope_theta": 10000.0, "rope_type": "default"} if rope is None else rope
     config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        "architectures": [form.architecture],
+        "model_type": form.model_type,
         "hidden_act": "silu",
         "hidden_size": width,
         "intermediate_size": mlp_width,
@@ -79,10 +104,9 @@ def write_target(
         "rms_norm_eps": 1e-5,
         "max_position_embeddings": max_positions,
         "tie_word_embeddings": tied,
-        "attention_bias": False,
-        "mlp_bias": False,
-        "bos_token_id": 1,
         "eos_token_id": eos_token_id,
+        **form.keys,
+        **_window_keys(family, window, full_layers, layers, nested_keys),
         **_rope_keys(rope, nested_keys),
         **_dtype_key(dtype, nested_keys),
     }
@@ -93,6 +117,13 @@ def write_target(
         shapes |= _layer_shapes(
             f"model.layers.{layer}", width, heads * head_width, kv_heads * head_width, mlp_width
         )
+        prefix = f"model.layers.{layer}.self_attn"
+        if form.has_qkv_bias:
+            for letter, count in (("q", heads), ("k", kv_heads), ("v", kv_heads)):
+                shapes[f"{prefix}.{letter}_proj.bias"] = (count * head_width,)
+        if form.has_qk_norm:
+            for norm in ("q_norm", "k_norm"):
+                shapes[f"{prefix}.{norm}.weight"] = (head_width,)
     _write(folder, config, _random(shapes, seed, scale, dtype), shards)
     return folder
 
@@ -181,11 +212,11 @@ def write_drafter(
     return folder
 
 
-def load_tiny_pair(tmp_path: Path, **sizes: Any) -> tuple[Llama, DFlash]:
+def load_tiny_pair(tmp_path: Path, **sizes: Any) -> tuple[Target, DFlash]:
     """Write and load a fitting pair, float32 on the CPU, in tmp_path/target and tmp_path/drafter.
 
-    sizes: arguments of write_target; block, tap_layers, mask_token_id, windows and names that begin
-    with drafter_ (drafter_layers, drafter_seed, ...) are write_drafter's.
+    sizes: arguments of write_target (family, vocab, ...); block, tap_layers, mask_token_id, windows
+    and names that begin with drafter_ (drafter_layers, drafter_seed, ...) are write_drafter's.
     """
     own = ("block", "tap_layers", "mask_token_id", "windows")
     for_drafter = {
@@ -203,7 +234,7 @@ def load_tiny_pair(tmp_path: Path, **sizes: Any) -> tuple[Llama, DFlash]:
     return read_target(target_folder), read_drafter(drafter_folder, target_folder)
 
 
-def read_target(folder: Path, dtype: str = "float32") -> Llama:
+def read_target(folder: Path, dtype: str = "float32") -> Target:
     """The target in `folder`, on the CPU; its rope table reaches a little beyond its positions."""
     dims = read_target_dims(folder)
     return load_target(folder, dims, dtype, torch.device("cpu"), dims.max_positions + 64)
@@ -252,6 +283,24 @@ def _rope_keys(rope: dict[str, object], nested_keys: bool) -> dict[str, object]:
     return {"rope_theta": rope["rope_theta"], "rope_scaling": None if is_plain else scaling}
 
 
+def _window_keys(
+    family: str, window: int | None, full_layers: int, layers: int, nested_keys: bool
+) -> dict[str, object]:
+    if family == "mistral":
+        assert not full_layers
+        return {"sliding_window": window}
+    if not family.startswith("qwen"):
+        assert window is None
+        return {}
+    # As released: the size stands there though nothing slides.
+    keys = {"use_sliding_window": window is not None, "sliding_window": window or 4096}
+    if not nested_keys:
+        return keys | {"max_window_layers": full_layers}
+    kinds = ["full_attention" if window is None else "sliding_attention"] * layers
+    kinds[:full_layers] = ["full_attention"] * full_layers
+    return keys | {"layer_types": kinds}
+
+
 def _dtype_key(dtype: torch.dtype, nested_keys: bool) -> dict[str, object]:
     return {"dtype" if nested_keys else "torch_dtype": str(dtype).removeprefix("torch.")}
 
@@ -282,7 +331,9 @@ def _random(
     tensors = {}
     for name in sorted(shapes):
         noise = torch.randn(shapes[name], generator=generator)
-        if noise.ndim == 1:  # the weight of a norm
+        if name.endswith(".bias"):
+            value = noise
+        elif noise.ndim == 1:  # the weight of a norm
             value = 1 + 0.2 * noise
         elif name in ("model.embed_tokens.weight", "lm_head.weight"):
             value = noise * SPREAD / math.sqrt(noise.shape[1])

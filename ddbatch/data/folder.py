@@ -15,7 +15,7 @@ from pathlib import Path
 from ddbatch.core import RunError
 
 STATE = ".ddbatch"  # a dot-folder: datasets does not look into it
-TABLES = ("completions", "acceptance", "rejected")
+TABLES = ("completions", "acceptance", "logprobs", "rejected")  # that a run may have
 
 _LINK_REFUSED = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV)
 

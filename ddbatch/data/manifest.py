@@ -24,6 +24,7 @@ VERSION = 1
 _ABOUT = {
     "completions": "one row per finished prompt: the conversation, the completion and its ids",
     "acceptance": "the same rows: drafted tokens accepted in each round",
+    "logprobs": "the same rows: the most probable tokens at each output token, best first",
     "rejected": "input rows that could not run, each with a code and the reason",
 }
 
@@ -58,6 +59,11 @@ class Manifest:
     card: Mapping[str, object]
     config: Mapping[str, object]
     ddbatch: str
+
+    @property
+    def has_logprobs(self) -> bool:
+        """Whether the run tells the log-probability of each token that it emits."""
+        return self.identity.get("sampling.logprobs") is True
 
 
 def create_manifest(folder: RunFolder, attempt: str, manifest: Manifest) -> Manifest:

@@ -1,4 +1,4 @@
-"""The three tables of a run: their columns, and how a finished row fills them.
+"""The tables of a run: their columns, and how a finished row fills them.
 
 Knows types. Knows nothing about folders, parts or files.
 """
@@ -15,6 +15,7 @@ import pyarrow as pa
 
 from ddbatch.core import Completion, Prompt, Rejected
 from ddbatch.data.batching.columns import KeptColumn, dump_json, escape_surrogates
+from ddbatch.data.logprobs import output_logprobs, top_tokens
 from ddbatch.data.parquet import TableRow
 
 SCHEMA_VERSION = 1
@@ -45,7 +46,8 @@ class FinishedRow:
     conversation_json: the messages that the model saw, a JSON list; None for token ids.
     num_dropped: prompt tokens cut off by data.on_long=truncate_left. text: the completion as text.
     stop_reason: the matched stop string or id as text, or "context". max_new_tokens: the cap in
-    force for the row. seed: the seed in force.
+    force for the row. seed: the seed in force. reasoning_end: output tokens up to and with the one
+    that closes the reasoning.
     """
 
     prompt: Prompt
@@ -57,6 +59,7 @@ class FinishedRow:
     stop_reason: str | None
     max_new_tokens: int
     seed: int
+    reasoning_end: int | None = None
 
 
 def completions_schema(
@@ -130,6 +133,20 @@ def acceptance_schema() -> pa.Schema:
     return _schema("acceptance", fields)
 
 
+def logprobs_schema(top: int) -> pa.Schema:
+    """Per output token: the `top` most probable tokens and their log-probabilities, best first.
+
+    Half precision may make close log-probabilities equal; the order still tells them apart.
+    """
+    assert top > 0, top
+    fields = [
+        *KEY_FIELDS,
+        ("top_token_ids", pa.list_(pa.list_(pa.int32(), top))),
+        ("top_logprobs", pa.list_(pa.list_(pa.float16(), top))),
+    ]
+    return _schema("logprobs", fields)
+
+
 def rejected_schema() -> pa.Schema:
     """The rows that could not run, with the row as it was read."""
     names = ("id", "raw_json", "code", "reason")
@@ -164,10 +181,10 @@ def completions_row(row: FinishedRow, schema: pa.Schema) -> TableRow:
         "output_tokens": output_tokens,
         "finish_reason": done.finish_reason,
         "stop_reason": row.stop_reason,
-        "reasoning_end": None,
+        "reasoning_end": row.reasoning_end,
         "max_new_tokens": row.max_new_tokens,
         "seed": row.seed,
-        "output_logprobs": None,
+        "output_logprobs": output_logprobs(done),
         "num_steps": rounds,
         "draft_tokens": rounds * done.drafted,
         "accepted_tokens": sum(done.accepted),
@@ -195,6 +212,13 @@ def acceptance_row(row: FinishedRow) -> TableRow:
         "depth": np.array(done.depth, np.uint8),
         "histogram": histogram,
     }
+
+
+def logprobs_row(row: FinishedRow, schema: pa.Schema) -> TableRow:
+    """One row of the logprobs table: arrays [output tokens, top], int32 and float16."""
+    top = top_tokens(row.completion, schema.field("top_token_ids").type.value_type.list_size)
+    key = row.completion.key._asdict()
+    return {**key, "top_token_ids": top.ids, "top_logprobs": top.scores}
 
 
 def rejected_row(row: Rejected) -> TableRow:

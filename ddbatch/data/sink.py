@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -32,6 +33,7 @@ from ddbatch.data.schema import (
     FinishedRow,
     acceptance_row,
     completions_row,
+    logprobs_row,
     rejected_row,
     row_counts,
 )
@@ -103,8 +105,10 @@ class Sink:
             self._put(part, "completions", key, completions_row(row, self._schemas["completions"]))
             if "acceptance" in self._schemas:
                 self._put(part, "acceptance", key, acceptance_row(row))
+            if "logprobs" in self._schemas:
+                self._put(part, "logprobs", key, logprobs_row(row, self._schemas["logprobs"]))
             part.totals.update(row_counts(row))
-            part.num_bytes += _size_of(row)
+            part.num_bytes += _text_bytes(row)
 
     def due(self) -> list[int]:
         """Shards whose open part is full or old."""
@@ -163,6 +167,7 @@ class Sink:
     def _put(self, part: _Part, table: str, key: Key, row: TableRow) -> None:
         assert key not in part.rows[table], f"{key} came twice"
         part.rows[table][key] = row
+        part.num_bytes += sum(v.nbytes for v in row.values() if isinstance(v, np.ndarray))
 
     def _write(self, shard: int, part: _Part) -> Record:
         """The part's files, whole and on the disk under tmp names."""
@@ -217,8 +222,8 @@ class Sink:
         )
 
 
-def _size_of(row: FinishedRow) -> int:
-    """Bytes that a row takes, roughly: texts, and 32-bit ids."""
+def _text_bytes(row: FinishedRow) -> int:
+    """Bytes that a row's texts take, roughly."""
     texts = len(row.conversation_json or "") + 2 * len(row.text)
     kept = sum(len(value) for value in row.prompt.kept if isinstance(value, (str, bytes)))
-    return texts + kept + 4 * (len(row.prompt_token_ids) + len(row.completion.token_ids))
+    return texts + kept

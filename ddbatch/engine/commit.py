@@ -68,6 +68,14 @@ def _record(
     home_BK = torch.where(is_kept_BK, slot_B[:, None], state.nobody)
     place_BK = torch.where(is_kept_BK, num_out_B[:, None] + place_K, 0)
     state.output_SO[home_BK, place_BK] = state.emitted_BK
+    if state.logprobs_SO is not None and state.logprobs_BN is not None:
+        row_B1 = torch.arange(len(slot_B), device=slot_B.device)[:, None]
+        for history_SO, told_BN in zip(state.logprobs_SO, state.logprobs_BN, strict=True):
+            # The draw at a path's node is the token emitted at its place.
+            history_SO[home_BK, place_BK] = told_BN[row_B1, state.path_BK]
+    may_end_BK = state.sampling.may_end_string(slot_B[:, None], state.emitted_BK) & is_kept_BK
+    flag_end_B = torch.where(may_end_BK, place_BK + 1, 0).amax(dim=1)
+    state.flag_end_S[slot_B] = torch.maximum(state.flag_end_S[slot_B], flag_end_B)
     last_B1 = (count_B - 1).clamp(min=0)[:, None]
     state.anchor_S[slot_B] = state.emitted_BK.gather(1, last_B1).squeeze(1)
     state.num_out_S[slot_B] = num_out_B + count_B

@@ -6,13 +6,14 @@ about trees.
 
 import torch
 
-from ddbatch.engine.state import RoundState, prefix_keys, visible_keys
+from ddbatch.engine.state import RoundState, prefix_keys
+from ddbatch.engine.windows import layer_keys
+from ddbatch.models.decoder import Target
 from ddbatch.models.dflash import DFlash
-from ddbatch.models.llama import Llama
 from ddbatch_kernels.top_candidates import top_candidates
 
 
-def draft(target: Llama, drafter: DFlash, state: RoundState) -> None:
+def draft(target: Target, drafter: DFlash, state: RoundState) -> None:
     """Write candidate_BDM and edge_BDM (log-probs) of the positions after each row's anchor."""
     plan, dims = state.plan, drafter.dims
     B, K, D = plan.rows, plan.block, plan.draft_depth
@@ -24,20 +25,17 @@ def draft(target: Llama, drafter: DFlash, state: RoundState) -> None:
     pos_BK = length_B[:, None] + place_K
 
     addr_BS, exists_BS = prefix_keys(state, state.slot_B, length_B, state.num_keys)
-    S = addr_BS.shape[1]
-    dtype = state.scratch.k_LXGE.dtype
-    is_full = torch.nn.functional.pad(exists_BS, (0, K), value=True)[:, None].expand(B, K, S + K)
-    full = sliding = visible_keys(addr_BS, is_full, dtype)
-    window = max((w for w in dims.windows if w is not None), default=None)
-    if window is not None:
-        # Sliding layers are causal inside the block; a query's own place is one of the window's.
-        place_S = torch.arange(S, device=token_BK.device)
-        pos_BZ = torch.cat((place_S.expand(B, S), pos_BK), dim=1)[:, None]
-        distance = pos_BK[:, :, None] - pos_BZ
-        sliding = visible_keys(addr_BS, is_full & (distance >= 0) & (distance < window), dtype)
+    is_visible_BZ = torch.nn.functional.pad(exists_BS, (0, K), value=True)
+    keys = layer_keys(
+        addr_BS,
+        is_visible_BZ[:, None].expand(-1, K, -1),
+        pos_BK,
+        window=dims.decoder.window,
+        dtype=state.scratch.k_LXGE.dtype,
+    )
 
     x_TD = target.embed[token_BK.flatten()]
-    hidden_TD = drafter(x_TD, pos_BK.flatten(), state.drafter_cache, full, sliding)
+    hidden_TD = drafter(x_TD, pos_BK.flatten(), state.drafter_cache, keys)
     # No tree is deeper than D, so later positions need no scores.
     hidden_BDD = hidden_TD.unflatten(0, (B, K))[:, 1 : D + 1]
     logits_BDV = target.logits(hidden_BDD.flatten(0, 1)).unflatten(0, (B, D))

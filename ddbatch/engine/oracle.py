@@ -2,7 +2,8 @@
 else.
 
 It reads a target's weights and nothing more: its own formulas for norm, rope and attention, its own
-cache, no trees, no batch, no op that the engine uses. float32 whatever the weights' dtype.
+cache, no trees, no batch, no op that the engine uses. float32 whatever the weights' dtype; in
+another dtype the same formulas are the plain PyTorch that score errors are measured against.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ddbatch.models.decoder import DecoderLayer, Target
 from ddbatch.models.dims import Rope
 from ddbatch.models.layers import GatedMlp
-from ddbatch.models.llama import Llama, LlamaLayer
 
 
 class OracleStep(NamedTuple):
@@ -28,9 +29,17 @@ class OracleStep(NamedTuple):
 class Oracle:
     """One sequence of one target; `scores` appends tokens and returns the scores after them."""
 
-    def __init__(self, target: Llama, tap_layers: tuple[int, ...] = ()) -> None:
-        """tap_layers: whose outputs `features` keeps, [T, C] a call, for a drafter."""
-        self.target, self.tap_layers = target, tap_layers
+    def __init__(
+        self,
+        target: Target,
+        tap_layers: tuple[int, ...] = (),
+        *,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        """tap_layers: whose outputs `features` keeps, [T, C] a call, for a drafter. dtype: of the
+        states between layers and the matrix products; norms, rope, softmax and the scores
+        themselves are float32 in any case."""
+        self.target, self.tap_layers, self.dtype = target, tap_layers, dtype
         self.length = 0
         self.features: list[Tensor] = []
         self._cache: list[tuple[Tensor, Tensor]] = []
@@ -40,11 +49,11 @@ class Oracle:
         """Append tokens; float32 scores [T, V] of the token after each of them."""
         target, dims = self.target, self.target.dims
         device = target.embed.device
-        x = target.embed[torch.tensor(token_ids, device=device)].float()
+        x = target.embed[torch.tensor(token_ids, device=device)].to(self.dtype)
         pos = torch.arange(self.length, self.length + len(token_ids), device=device)
         tapped = []
         for number, layer in enumerate(target.layers):
-            assert isinstance(layer, LlamaLayer)
+            assert isinstance(layer, DecoderLayer)
             y = norm(x, layer.input_norm.weight, dims.norm_eps)
             x = x + self._attention(number, layer, y, pos)
             x = x + gated_mlp(norm(x, layer.mlp_norm.weight, dims.norm_eps), layer.mlp)
@@ -53,32 +62,56 @@ class Oracle:
         if tapped:
             self.features.append(torch.cat(tapped, dim=-1))
         self.length += len(token_ids)
-        logits: Tensor = norm(x, target.norm.weight, dims.norm_eps) @ target.head.float().T
+        hidden = norm(x, target.norm.weight, dims.norm_eps).float()
+        logits: Tensor = hidden @ target.head.float().T
         return logits
 
-    def _attention(self, number: int, layer: LlamaLayer, x: Tensor, pos: Tensor) -> Tensor:
+    def _attention(self, number: int, layer: DecoderLayer, x: Tensor, pos: Tensor) -> Tensor:
         dims = self.target.dims
-        qkv = (x @ layer.qkv.weight.float().T).unflatten(-1, (-1, dims.head_width))
-        q, k, v = qkv.split([dims.heads, dims.kv_heads, dims.kv_heads], dim=1)
+        q, k, v = project(x, layer)
         q, k = rotate(q, pos, dims.rope), rotate(k, pos, dims.rope)
         if number < len(self._cache):
             k, v = (torch.cat(pair) for pair in zip(self._cache[number], (k, v), strict=True))
             self._cache[number] = (k, v)
         else:
             self._cache.append((k, v))
-        is_later = torch.arange(len(k), device=x.device) > pos[:, None]
-        return attention(q, k, v, ~is_later) @ layer.out.weight.float().T
+        distance = pos[:, None] - torch.arange(len(k), device=x.device)
+        is_visible = distance >= 0
+        window = dims.windows[number]
+        if window is not None:
+            is_visible &= distance < window
+        return attention(q, k, v, is_visible) @ layer.out.weight.to(x.dtype).T
+
+
+def project(x: Tensor, layer: DecoderLayer) -> tuple[Tensor, Tensor, Tensor]:
+    """q [T, H, E], k and v [T, G, E] of a normed x, before they are rotated."""
+    dims = layer.dims
+    qkv = x @ layer.qkv.weight.to(x.dtype).T
+    if dims.has_qkv_bias:
+        assert layer.qkv.bias is not None
+        qkv = qkv + layer.qkv.bias.to(x.dtype)
+    q, k, v = qkv.unflatten(-1, (-1, dims.head_width)).split(
+        [dims.heads, dims.kv_heads, dims.kv_heads], dim=1
+    )
+    if dims.has_qk_norm:
+        assert layer.q_norm is not None
+        assert layer.k_norm is not None
+        q = norm(q, layer.q_norm.weight, dims.norm_eps)
+        k = norm(k, layer.k_norm.weight, dims.norm_eps)
+    return q, k, v
 
 
 def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm by its formula."""
-    return x / (x.pow(2).mean(dim=-1, keepdim=True) + eps).sqrt() * weight.float()
+    """RMSNorm by its formula, in x's dtype."""
+    wide = x.float()
+    scaled = wide / (wide.pow(2).mean(dim=-1, keepdim=True) + eps).sqrt() * weight.float()
+    return scaled.to(x.dtype)
 
 
 def gated_mlp(x: Tensor, mlp: GatedMlp) -> Tensor:
     """down(silu(gate) * up) by its formula."""
-    gate, up = (x @ mlp.gate_up.weight.float().T).split(mlp.mlp_width, dim=-1)
-    out: Tensor = (gate * torch.sigmoid(gate) * up) @ mlp.down.weight.float().T
+    gate, up = (x @ mlp.gate_up.weight.to(x.dtype).T).split(mlp.mlp_width, dim=-1)
+    out: Tensor = (gate * torch.sigmoid(gate) * up) @ mlp.down.weight.to(x.dtype).T
     return out
 
 
@@ -86,9 +119,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor, is_visible: Tensor) -> Tensor:
     """q [Q, H, E], k and v [Z, G, E], is_visible [Q, Z]; out [Q, H * E]."""
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
-    score = torch.einsum("qhe,khe->hqk", q, k) / math.sqrt(q.shape[-1])
+    score = torch.einsum("qhe,khe->hqk", q, k).float() / math.sqrt(q.shape[-1])
     weight = score.masked_fill(~is_visible, -torch.inf).softmax(dim=-1)
-    return torch.einsum("hqk,khe->qhe", weight, v).flatten(1)
+    return torch.einsum("hqk,khe->qhe", weight.to(v.dtype), v).flatten(1)
 
 
 def rotate(x: Tensor, pos: Tensor, rope: Rope) -> Tensor:
@@ -108,14 +141,15 @@ def rotate(x: Tensor, pos: Tensor, rope: Rope) -> Tensor:
             length > low, freq / scaling.factor, torch.where(length < high, freq, mixed)
         )
     angle = pos[:, None, None].float() * freq
-    turned = torch.complex(x[..., :half], x[..., half:]) * torch.polar(
+    wide = x.float()
+    turned = torch.complex(wide[..., :half], wide[..., half:]) * torch.polar(
         torch.ones_like(angle), angle
     )
-    return torch.cat((turned.real, turned.imag), dim=-1)
+    return torch.cat((turned.real, turned.imag), dim=-1).to(x.dtype)
 
 
 def decode(
-    target: Llama,
+    target: Target,
     prompt_ids: tuple[int, ...],
     *,
     max_new_tokens: int,

@@ -13,9 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ddbatch.engine.oracle import Oracle, attention, gated_mlp, norm, rotate
-from ddbatch.models.dflash import DFlash, DFlashLayer
-from ddbatch.models.llama import Llama
+from ddbatch.engine.oracle import Oracle, attention, gated_mlp, norm, project, rotate
+from ddbatch.models.decoder import DecoderLayer, Target
+from ddbatch.models.dflash import DFlash
 
 
 class OracleRound(NamedTuple):
@@ -59,7 +59,7 @@ def best_first(edge_DRM: Tensor, budget: int) -> list[tuple[int, ...]]:
 
 
 def draft_scores(
-    target: Llama, drafter: DFlash, features: Tensor, anchor: int, block: int
+    target: Target, drafter: DFlash, features: Tensor, anchor: int, block: int
 ) -> Tensor:
     """float32 scores [block, V] after a context of `features` [n, C], positions 0..n-1.
 
@@ -73,14 +73,12 @@ def draft_scores(
     distance = own[:, None] - pos
     token_ids = [anchor] + [drafter.dims.mask_token_id] * (block - 1)
     x = target.embed[torch.tensor(token_ids, device=device)].float()
-    for layer, window in zip(drafter.layers, drafter.dims.windows, strict=True):
-        assert isinstance(layer, DFlashLayer)
+    for layer, window in zip(drafter.layers, dims.windows, strict=True):
+        assert isinstance(layer, DecoderLayer)
         y = norm(x, layer.input_norm.weight, eps)
-        q = (y @ layer.q.weight.float().T).unflatten(-1, (dims.heads, -1))
-        kv = torch.cat((context, y)) @ layer.kv.weight.float().T
-        k, v = kv.unflatten(-1, (-1, dims.head_width)).split(dims.kv_heads, dim=1)
-        q = rotate(norm(q, layer.q_norm.weight, eps), own, dims.rope)
-        k = rotate(norm(k, layer.k_norm.weight, eps), pos, dims.rope)
+        # Of the context only keys and values count, and its features pass through no input norm.
+        q, k, v = project(torch.cat((context, y)), layer)
+        q, k = rotate(q[len(context) :], own, dims.rope), rotate(k, pos, dims.rope)
         is_visible = torch.ones_like(distance, dtype=torch.bool)
         if window is not None:
             is_visible = (distance >= 0) & (distance < window)
@@ -91,7 +89,7 @@ def draft_scores(
 
 @torch.inference_mode()
 def trace(
-    target: Llama,
+    target: Target,
     drafter: DFlash,
     prompt_ids: tuple[int, ...],
     output_ids: tuple[int, ...],

@@ -15,11 +15,14 @@ from torch import Tensor
 
 from ddbatch.core import TokenPrompt
 from ddbatch.engine.admit import push_ready
+from ddbatch.engine.choose import choose, tell_logprobs
 from ddbatch.engine.commit import append_context, write_cells
-from ddbatch.engine.state import Finish, RoundState, cell_of, is_stop, prefix_keys, visible_keys
+from ddbatch.engine.sampling import TokenFlags, set_slots
+from ddbatch.engine.state import Finish, RoundState, cell_of, prefix_keys
+from ddbatch.engine.windows import layer_keys
+from ddbatch.models.decoder import Target
 from ddbatch.models.dflash import DFlash
-from ddbatch.models.layers import Planes, Ragged, VisibleKeys
-from ddbatch.models.llama import Llama
+from ddbatch.models.layers import LayerKeys, Planes, Ragged
 
 
 class Placed(NamedTuple):
@@ -60,9 +63,10 @@ def pack(placed: list[Placed], tokens_per_call: int) -> Iterator[list[Piece]]:
 
 
 def load(
-    target: Llama,
+    target: Target,
     drafter: DFlash | None,
     state: RoundState,
+    flags: TokenFlags,
     placed: list[Placed],
     tokens_per_call: int,
 ) -> None:
@@ -77,17 +81,22 @@ def load(
         state.num_rounds_S,
         state.num_out_S,
         state.finish_S,
+        state.flag_end_S,
         state.length_S,
         state.anchor_S,
     ):
         tensor[slot_R] = 0
     state.cap_S[slot_R] = torch.tensor(caps, device=device)
+    own = [item.prompt.sampling for item in placed]
+    set_slots(state.sampling, slot_R, [item.prompt.key for item in placed], own)
+    for item in placed:
+        state.sampling.token_flag_SV[item.slot] = flags.row(item.prompt.sampling)
     for pieces in pack(placed, tokens_per_call):
         _prefill_call(target, drafter, state, pieces)
 
 
 def _prefill_call(
-    target: Llama, drafter: DFlash | None, state: RoundState, pieces: list[Piece]
+    target: Target, drafter: DFlash | None, state: RoundState, pieces: list[Piece]
 ) -> None:
     device = state.slot_B.device
     sizes = [piece.stop - piece.start for piece in pieces]
@@ -109,14 +118,14 @@ def _prefill_call(
         token_BQ=begin_R[:, None] + torch.minimum(index_Q, size_R[:, None] - 1),
         place_T=row_T * max(sizes) + index_T,
     )
-    keys = _causal_keys(state, slot_R, start_R, size_R, max(starts), max(sizes))
+    keys = _causal_keys(state, slot_R, start_R, size_R, max(starts), ragged, target.dims.window)
     tap_layers = () if drafter is None else drafter.dims.tap_layers
     out = target(
         token_T,
         pos_T,
         state.target_cache,
         state.scratch,
-        keys._replace(ragged=ragged),
+        keys,
         tap_layers,
     )
     cell_T = cell_of(state, slot_R[row_T], pos_T)
@@ -132,27 +141,52 @@ def _prefill_call(
 
 
 def _causal_keys(
-    state: RoundState, slot_R: Tensor, start_R: Tensor, size_R: Tensor, cached: int, queries: int
-) -> VisibleKeys:
+    state: RoundState,
+    slot_R: Tensor,
+    start_R: Tensor,
+    size_R: Tensor,
+    cached: int,
+    ragged: Ragged,
+    window: int | None,
+) -> LayerKeys:
     """A token sees its prompt's earlier tokens: `cached` places of the cache, then its call's."""
     addr_RS, exists_RS = prefix_keys(state, slot_R, start_R, cached)
+    queries = ragged.token_BQ.shape[1]
     index_Q = torch.arange(queries, device=slot_R.device)
     is_earlier_RQQ = (index_Q[:, None] >= index_Q) & (index_Q < size_R[:, None, None])
     is_visible_RQZ = torch.cat((exists_RS[:, None].expand(-1, queries, -1), is_earlier_RQQ), dim=2)
-    return visible_keys(addr_RS, is_visible_RQZ, state.scratch.k_LXGE.dtype)
+    # A place beyond a piece repeats its last token, at that token's position.
+    pos_RQ = start_R[:, None] + torch.minimum(index_Q, size_R[:, None] - 1)
+    return layer_keys(
+        addr_RS,
+        is_visible_RQZ,
+        pos_RQ,
+        window=window,
+        dtype=state.scratch.k_LXGE.dtype,
+        ragged=ragged,
+    )
 
 
 def _first_token(state: RoundState, ends: list[Piece], logits_RV: Tensor) -> None:
     device = state.slot_B.device
     slot_R = torch.tensor([piece.placed.slot for piece in ends], device=device)
-    best = logits_RV.max(dim=-1)
-    token_R = best.indices
+    zero_R1 = torch.zeros_like(slot_R)[:, None]
+    logits_R1V = logits_RV[:, None]
+    drawn = choose(logits_R1V, zero_R1, zero_R1[:, 0], slot_R, state.sampling, num_depths=1)
+    token_R = drawn.token_BN[:, 0]
     finish_R = torch.where(state.cap_S[slot_R] == 1, int(Finish.LENGTH), int(Finish.LIVE))
-    finish_R = torch.where(is_stop(state, token_R), int(Finish.STOP), finish_R)
-    finish_R = torch.where(best.values.isfinite(), finish_R, int(Finish.NAN_LOGITS))
+    is_stop_R = state.sampling.is_stop(slot_R, token_R)
+    finish_R = torch.where(is_stop_R, int(Finish.STOP), finish_R)
+    finish_R = torch.where(drawn.is_finite_BN[:, 0], finish_R, int(Finish.NAN_LOGITS))
     state.length_S[slot_R] = torch.tensor([piece.stop for piece in ends], device=device)
     state.anchor_S[slot_R] = token_R
     state.output_SO[slot_R, 0] = token_R
-    state.num_out_S[slot_R] = 1
+    if state.logprobs_SO is not None:
+        told = tell_logprobs(logits_R1V, drawn.token_BN, state.logprobs_SO.top.shape[-1])
+        for history_SO, told_R1 in zip(state.logprobs_SO, told, strict=True):
+            history_SO[slot_R, 0] = told_R1[:, 0]
+    state.flag_end_S[slot_R] = state.sampling.may_end_string(slot_R, token_R).long()
+    # A draw from scores that are no numbers is no token.
+    state.num_out_S[slot_R] = drawn.is_finite_BN[:, 0].long()
     state.finish_S[slot_R] = finish_R
     push_ready(state, slot_R, finish_R == int(Finish.LIVE))

@@ -7,11 +7,11 @@ from ddbatch.engine.commit import commit
 from ddbatch.engine.draft import draft
 from ddbatch.engine.state import RoundState
 from ddbatch.engine.verify import verify
+from ddbatch.models.decoder import Target
 from ddbatch.models.dflash import DFlash
-from ddbatch.models.llama import Llama
 
 
-def run_round(target: Llama, drafter: DFlash | None, state: RoundState) -> None:
+def run_round(target: Target, drafter: DFlash | None, state: RoundState) -> None:
     """Advance every live row by at least one token. Without a drafter it is plain decoding."""
     admit(state)
     if drafter is not None:

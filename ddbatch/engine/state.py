@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ddbatch.core import CachePlan, ShapePlan
+from ddbatch.engine.sampling import SlotSampling, allocate_slot_sampling
 from ddbatch.models.dims import ModelDims
 from ddbatch.models.layers import Planes, VisibleKeys
 
@@ -30,6 +31,16 @@ class Finish(IntEnum):
     STOP = 1
     LENGTH = 2
     NAN_LOGITS = 3
+
+
+class Logprobs(NamedTuple):
+    """Of the token chosen at each node (round) or emitted at each place (slot), under the target's
+    raw softmax. token: float32. top_id: int32, top: float16, M most probable tokens, best first.
+    """
+
+    token: Tensor
+    top_id: Tensor
+    top: Tensor
 
 
 class DraftTree(NamedTuple):
@@ -63,9 +74,12 @@ class RoundState:
     num_out_S: Tensor
     output_SO: Tensor
     finish_S: Tensor  # Finish
+    flag_end_S: Tensor  # tokens up to the last emitted one that may end a stop string, 0 = none
     num_rounds_S: Tensor
     accepted_SO: Tensor  # drafted tokens kept, per round
     depth_SO: Tensor  # deepest node offered, per round
+    sampling: SlotSampling
+    logprobs_SO: Logprobs | None  # [S, O], [S, O, M]
     # Slots that are prefilled and wait for a row: a ring with one spare place for what is not
     # pushed.
     ready_S: Tensor
@@ -80,13 +94,14 @@ class RoundState:
     tree: DraftTree
     choice_BN: Tensor
     is_finite_BN: Tensor  # bool: is the best score of a node a number
+    logprobs_BN: Logprobs | None  # [B, N], [B, N, M]
+    scores_BNV: Tensor | None  # float32, kept only to be measured
     feature_TC: Tensor  # tapped states of the verified nodes, model dtype
     path_BK: Tensor
     num_accepted_B: Tensor
     emitted_BK: Tensor
     num_emitted_B: Tensor
     finish_B: Tensor
-    stop_ids: Tensor
 
     @property
     def nobody(self) -> int:
@@ -113,11 +128,13 @@ def allocate_state(
     num_taps: int,
     max_new_tokens: int,
     prefill_tokens: int,
-    stop_token_ids: tuple[int, ...],
+    top_logprobs: int | None,
+    keeps_scores: bool = False,
     dtype: torch.dtype,
     device: torch.device,
 ) -> RoundState:
-    """All tensors for one plan, zeroed; every row inert."""
+    """All tensors for one plan, zeroed; every row inert. top_logprobs: how many of the best tokens
+    are told beside the emitted one; None = no log-probs."""
     B, N, D, M = plan.rows, plan.nodes, plan.draft_depth, plan.topk
     S, O = cache_plan.slots + 1, max_new_tokens
     cells = cache_plan.pages * cache_plan.page + 2
@@ -129,6 +146,15 @@ def allocate_state(
     def planes(dims: ModelDims, size: int) -> Planes:
         shape = (dims.layers, size, dims.kv_heads, dims.head_width)
         return Planes(*(torch.zeros(shape, dtype=dtype, device=device) for _ in range(2)))
+
+    def logprobs(*shape: int) -> Logprobs | None:
+        if top_logprobs is None:
+            return None
+        return Logprobs(
+            torch.zeros(shape, dtype=torch.float32, device=device),
+            torch.zeros(*shape, top_logprobs, dtype=torch.int32, device=device),
+            torch.zeros(*shape, top_logprobs, dtype=torch.float16, device=device),
+        )
 
     root = torch.zeros(B, N, -(-N // 32), dtype=torch.int32, device=device)
     root[:, 0, 0] = 1
@@ -146,9 +172,12 @@ def allocate_state(
         num_out_S=ints(S),
         output_SO=ints(S, O),
         finish_S=ints(S),
+        flag_end_S=ints(S),
         num_rounds_S=ints(S),
         accepted_SO=ints(S, O),
         depth_SO=ints(S, O),
+        sampling=allocate_slot_sampling(S, target.vocab, device),
+        logprobs_SO=logprobs(S, O),
         ready_S=ints(S),
         ready_head=ints(1),
         ready_tail=ints(1),
@@ -159,13 +188,14 @@ def allocate_state(
         tree=DraftTree(ints(B, N), ints(B, N, fill=-1), ints(B, N), root),
         choice_BN=ints(B, N),
         is_finite_BN=torch.ones(B, N, dtype=torch.bool, device=device),
+        logprobs_BN=logprobs(B, N),
+        scores_BNV=torch.zeros(B, N, target.vocab, device=device) if keeps_scores else None,
         feature_TC=torch.zeros(B * N, num_taps * target.width, dtype=dtype, device=device),
         path_BK=ints(B, D + 1),
         num_accepted_B=ints(B),
         emitted_BK=ints(B, D + 1),
         num_emitted_B=ints(B),
         finish_B=ints(B),
-        stop_ids=torch.tensor(stop_token_ids, dtype=torch.long, device=device),
     )
 
 
@@ -192,8 +222,3 @@ def visible_keys(addr_BS: Tensor, is_visible_BQZ: Tensor, dtype: torch.dtype) ->
     """Turn a bool mask over [cached keys, new keys] into the additive one that attention takes."""
     bias = torch.zeros(is_visible_BQZ.shape, dtype=dtype, device=addr_BS.device)
     return VisibleKeys(addr_BS, bias.masked_fill_(~is_visible_BQZ, -torch.inf))
-
-
-def is_stop(state: RoundState, token: Tensor) -> Tensor:
-    """Bool, shape of `token`: is it one of the stop ids."""
-    return (token[..., None] == state.stop_ids).any(dim=-1)

@@ -41,7 +41,7 @@ def run(config: Config) -> int:
     num_done = check_claims(by_shard, log.shards, log.samples)
     with Ticker(len(records), "parts") as ticker:
         for position, record in enumerate(records):
-            check_part(folder, record, manifest.schemas)
+            check_part(folder, record, manifest)
             ticker.show(position + 1)
     print(summary(config.output_dir, log, records, num_done, time.monotonic() - started))
     return ExitCode.DONE

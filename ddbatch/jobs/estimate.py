@@ -33,7 +33,7 @@ from ddbatch.jobs.show import (
     size,
 )
 from ddbatch.jobs.ticker import Ticker
-from ddbatch.models.dims import read_target_dims
+from ddbatch.models.families import read_target_dims
 
 _GPUS = 8  # an example
 
@@ -210,7 +210,8 @@ def _cost_lines(
             f"{about}{totals.expected_tokens:,} output tokens, estimate.output_tokens="
             f"{config.estimate.output_tokens:,} a completion; at most {most}"
         )
-    disk = disk_bytes(totals, samples, columns.kind, config.output.store)
+    top = config.sampling.top_logprobs if config.sampling.logprobs else None
+    disk = disk_bytes(totals, samples, columns.kind, config.output.store, top)
     room = about + ranged(size(disk.low), size(disk.high))
     if totals.expected_tokens is None:
         room = f"at most {about}{size(disk.high)}"

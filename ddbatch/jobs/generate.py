@@ -19,6 +19,7 @@ from ddbatch.config import Config
 from ddbatch.core import ExitCode, RunError, Shard
 from ddbatch.data.attempts import new_attempt, start_attempt
 from ddbatch.data.batching.encoder import OnLong
+from ddbatch.data.batching.stop_strings import StopStrings
 from ddbatch.data.batching.turns import Turns
 from ddbatch.data.commits import recover
 from ddbatch.data.folder import RunFolder, check_hard_links
@@ -34,15 +35,16 @@ from ddbatch.data.source.inputs import Inputs, open_log, scan
 from ddbatch.data.source.log import read_log
 from ddbatch.jobs.generating import opening
 from ddbatch.jobs.generating.decoder import Decoder, Pair
+from ddbatch.jobs.generating.ending import end_notes, verdict
 from ddbatch.jobs.generating.feed import Feed
 from ddbatch.jobs.generating.noting import about_attempt, note_changes, note_end, sweep
 from ddbatch.jobs.generating.opening import Setting
 from ddbatch.jobs.generating.progress import Progress
+from ddbatch.jobs.generating.sampling_options import check_stops, escape_note, run_sampling
 from ddbatch.jobs.generating.summary import done_text, left_text, print_summary
 from ddbatch.jobs.generating.tally import Tally
 from ddbatch.jobs.generating.units import Limits
 from ddbatch.jobs.generating.worker import Worker, units_done
-from ddbatch.jobs.show import plural
 from ddbatch.jobs.stopping import patient
 
 OpenPair = Callable[[Config, int | None], Pair]
@@ -63,12 +65,15 @@ def run(config: Config) -> int:
 def generate(config: Config, open_pair: OpenPair) -> int:
     """The job with any engine. open_pair(config, the tokenizer's eos id) reads no weights."""
     folder, manifest = opening.open_folder(config)
+    note = escape_note(config)
+    if note is not None:
+        print(f"note: {note}", file=sys.stderr)
     start = _look(config, open_pair, folder, manifest)
     attempt, decoder = new_attempt(), None
     if manifest is None:
         # Weights are read before the folder is made: a broken checkpoint leaves nothing behind.
         log = start.scanned.log
-        decoder = start.setting.pair.load(log.num_rows * log.samples)
+        decoder = start.setting.pair.load(log.num_rows * log.samples, start.setting.finder)
         manifest = _create(config, folder, attempt, start)
         if manifest.template_date != start.setting.template_date:
             # Another worker started a moment before: its moment is the run's.
@@ -80,12 +85,12 @@ def generate(config: Config, open_pair: OpenPair) -> int:
     if not tally.num_left:
         sweep(folder)
         print(done_text(config.output_dir, tally))
-        return _verdict(config, tally)
-    decoder = decoder or start.setting.pair.load(tally.num_left)
+        return verdict(config, tally)
+    decoder = decoder or start.setting.pair.load(tally.num_left, start.setting.finder)
     about = about_attempt(config, start.setting.pair)
     note_changes(folder, about)
     with _disk(config):
-        start_attempt(folder, attempt, about)
+        start_attempt(folder, attempt, {**about, **decoder.about})
     code, reason = ExitCode.BUG, "a bug"
     try:
         code, reason = _work(
@@ -126,7 +131,10 @@ def _look(
 ) -> _Start:
     """Everything that can be refused is looked at; nothing is written."""
     template_date = opening.pin_date(config, manifest)
+    sampling = run_sampling(config)
     encoder = opening.open_encoder(config, template_date)
+    finder = StopStrings(encoder.tokenizer, skip_special_tokens=config.output.skip_special_tokens)
+    check_stops(config, sampling.stop, finder)
     pair = open_pair(config, encoder.eos_token_id)
     max_len = _max_len(config, pair)
     # A hub data set stays at the commit that the run began with.
@@ -148,7 +156,7 @@ def _look(
     )
     columns = opening.look_at_columns(config, scanned, manifest)
     encoder.check_columns(columns)
-    setting = Setting(pair, encoder, columns, template_date, max_len)
+    setting = Setting(pair, encoder, columns, template_date, max_len, sampling, finder)
     return _Start(listing, scanned, setting, opening.identity(config, setting))
 
 
@@ -208,12 +216,13 @@ def _work(
     limits = Limits(
         max_len=setting.max_len,
         max_new_tokens=config.sampling.max_new_tokens,
-        seed=config.sampling.seed,
+        sampling=setting.sampling,
+        ignore_eos=config.sampling.ignore_eos,
         on_long=cast(OnLong, config.data.on_long),
         turns=cast(Turns, config.data.turns),
         skip_special_tokens=config.output.skip_special_tokens,
     )
-    feed = Feed(inputs, manifest.columns, setting.encoder, setting.pair, limits)
+    feed = Feed(inputs, manifest.columns, setting.encoder, setting.pair, limits, setting.finder)
     progress = Progress(tally)
     started = time.monotonic()
     with patient(config.output.grace_seconds) as stop:
@@ -245,11 +254,11 @@ def _work(
             print(f"ddbatch: stopped by {stop.signal_name}", file=sys.stderr)
             print(left_text(tally, seconds), file=sys.stderr)
             return ExitCode.STOPPED, f"stopped by {stop.signal_name}"
-        notes = _notes(setting.pair, feed)
+        notes = end_notes(setting.pair, feed)
         print_summary(config.output_dir, tally, decoder.plan, decoder.figures, seconds, notes)
         if not tally.num_left:
             sweep(folder)
-        code = _verdict(config, tally)
+        code = verdict(config, tally)
         return code, "done" if code == ExitCode.DONE else "too many rejected rows"
 
 
@@ -278,37 +287,3 @@ def _from_start(shards: tuple[Shard, ...], start: int | str) -> tuple[Shard, ...
         start = (int(task) - int(first)) * len(shards) // max(1, int(count))
     at = start % max(1, len(shards))
     return shards[at:] + shards[:at]
-
-
-def _verdict(config: Config, tally: Tally) -> int:
-    """3 where more rows are rejected than output.max_error_rate allows."""
-    counts = tally.committed
-    if counts.rejected.total() <= config.output.max_error_rate * counts.num_rows:
-        return ExitCode.DONE
-    print(f"ddbatch: error: {_rejected_text(config, tally)}", file=sys.stderr)
-    return ExitCode.TOO_MANY_REJECTED
-
-
-def _rejected_text(config: Config, tally: Tally) -> str:
-    counts = tally.committed
-    left = f", {tally.num_left:,} rows are left" if tally.num_left else ""
-    return (
-        f"{counts.rejected.total():,} of {counts.num_rows:,} rows were rejected, more than "
-        f"output.max_error_rate={config.output.max_error_rate:g}{left}; reasons are in "
-        f"{config.output_dir}/rejected, a larger output.max_error_rate goes on"
-    )
-
-
-def _notes(pair: Pair, feed: Feed) -> list[str]:
-    notes = []
-    if feed.num_repeated_ids:
-        notes.append(
-            f"{plural(feed.num_repeated_ids, 'row')} with an id (data.id_column) that came before; "
-            "rows are told apart by row_id"
-        )
-    if pair.recommended:
-        notes.append(
-            f"the model recommends {', '.join(pair.recommended)}; only the options of this run "
-            "count"
-        )
-    return notes

@@ -40,6 +40,30 @@ class ConfigFile:
         section.where, section.values = f"{self.where}: {key}", inner
         return section
 
+    def architecture(self, allowed: tuple[str, ...]) -> str:
+        """The only entry of `architectures`, which must be one of these."""
+        value = self.values.get("architectures")
+        for name in allowed:
+            if value == [name]:
+                return name
+        raise ValueError(
+            f"{self.where}: architectures={value!r} is not supported; "
+            f"allowed, one of: {', '.join(allowed)}"
+        )
+
+    def is_null(self, key: str) -> bool:
+        """Whether the key is there with the value null, for families to which that says more than
+        its absence.
+        """
+        return key in self.values and self.values[key] is None
+
+    def unset(self, key: str) -> None:
+        """Refuse every value: the key must be absent or null."""
+        if self.values.get(key) is not None:
+            raise ValueError(
+                f"{self.where}: {key}={self.values[key]!r} is not supported; allowed: null"
+            )
+
     def optional(self, key: str, kind: type[Value], default: Value) -> Value:
         """The value under `key`, or `default` where it is absent or null."""
         value = self.values.get(key)

@@ -3,61 +3,93 @@
 Source: DFlash (z-lab), checkpoint format as released. The block [anchor, MASK x (K - 1)] attends to
 itself and to a context made of the target's tapped hidden states. A token's context keys and values
 depend on its own features alone, so they are computed once, when it is committed, and cached.
-The embedding and the head are the target's. Knows nothing about trees, rows or the target's
-weights.
+The layers are Qwen3's; the embedding and the head are the target's. Knows nothing about trees, rows
+or the target's weights.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import torch
 from torch import Tensor, nn
 
-from ddbatch.models.dims import DrafterDims, ModelDims
-from ddbatch.models.layers import (
-    GatedMlp,
-    Linear,
-    Planes,
-    RmsNorm,
-    VisibleKeys,
-    apply_rope,
-    attend,
-    rope_table,
-)
+from ddbatch.models.config_file import ConfigFile
+from ddbatch.models.decoder import DecoderLayer
+from ddbatch.models.decoder_config import read_decoder, read_layer_types
+from ddbatch.models.dims import DrafterDims
+from ddbatch.models.layers import LayerKeys, Linear, Planes, RmsNorm, rope_table
 
 
-class DFlashLayer(nn.Module):
-    """Pre-norm layer with norms on q and k; one k and v projection for context and block."""
-
-    def __init__(self, dims: ModelDims, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__()
-        self.heads, self.kv_heads = dims.heads, dims.kv_heads
-        q_width, kv_width = dims.heads * dims.head_width, dims.kv_heads * dims.head_width
-        self.input_norm = RmsNorm(dims.width, dims.norm_eps, dtype, device)
-        self.q = Linear(dims.width, q_width, dtype, device)
-        self.kv = Linear(dims.width, 2 * kv_width, dtype, device)
-        self.q_norm = RmsNorm(dims.head_width, dims.norm_eps, dtype, device)
-        self.k_norm = RmsNorm(dims.head_width, dims.norm_eps, dtype, device)
-        self.out = Linear(q_width, dims.width, dtype, device)
-        self.mlp_norm = RmsNorm(dims.width, dims.norm_eps, dtype, device)
-        self.mlp = GatedMlp(dims, dtype, device)
-
-    def keys_values(self, x_TD: Tensor, rope_T2E: Tensor) -> tuple[Tensor, Tensor]:
-        """Roped keys and values [T, G, E] of context features or of the normed block."""
-        kv = self.kv(x_TD).unflatten(-1, (2 * self.kv_heads, -1))
-        k_TGE = apply_rope(self.k_norm(kv[:, : self.kv_heads]), rope_T2E)
-        return k_TGE, kv[:, self.kv_heads :]
-
-    def forward(
-        self, x_TD: Tensor, rope_T2E: Tensor, cache: Planes, layer: int, keys: VisibleKeys
-    ) -> Tensor:
-        normed_TD = self.input_norm(x_TD)
-        q_THE = self.q_norm(self.q(normed_TD).unflatten(-1, (self.heads, -1)))
-        k_TGE, v_TGE = self.keys_values(normed_TD, rope_T2E)
-        x_TD = x_TD + self.out(
-            attend(apply_rope(q_THE, rope_T2E), k_TGE, v_TGE, cache, layer, keys)
+def read_drafter_dims(folder: Path) -> DrafterDims:
+    """Dims of the DFlash drafter in `folder`, from released (flat) and newer (nested) configs."""
+    config = ConfigFile("drafter.path", folder)
+    config.architecture(("DFlashDraftModel",))
+    config.only("attention_bias", False)
+    # Its layers are Qwen3's, and so is what an absent key means, but for a theta that is not told.
+    decoder = read_decoder(config, theta=None, kv_heads=32, head_width=128)
+    windows = _read_windows(config, decoder.layers)
+    decoder = replace(decoder, has_qk_norm=True, windows=windows)
+    dflash = config.section("dflash_config")
+    _check_variant(dflash, windows)
+    has_block = dflash.values.get("block_size") is not None
+    block = (dflash if has_block else config).positive("block_size")
+    if block < 2:
+        raise ValueError(f"{config.where}: block_size={block}: at least 2 is required")
+    num_target_layers = config.positive("num_target_layers")
+    tap_layers = dflash.int_list("target_layer_ids")
+    # The last layer is left out: its entry of hidden_states is taken after the final norm by some
+    # runtimes and before it by others, so a drafter that taps it is ambiguous.
+    if not tap_layers or not all(0 <= layer < num_target_layers - 1 for layer in tap_layers):
+        raise ValueError(
+            f"{dflash.where}: target_layer_ids={list(tap_layers)}: ids in "
+            f"0..{num_target_layers - 2} are required (num_target_layers="
+            f"{num_target_layers})"
         )
-        out_TD: Tensor = x_TD + self.mlp(self.mlp_norm(x_TD))
-        return out_TD
+    # Features stand side by side in the order of the target's layers.
+    if list(tap_layers) != sorted(set(tap_layers)):
+        raise ValueError(
+            f"{dflash.where}: target_layer_ids={list(tap_layers)}: ascending ids are required"
+        )
+    mask_token_id = dflash.required("mask_token_id", int)
+    if not 0 <= mask_token_id < decoder.vocab:
+        raise ValueError(
+            f"{dflash.where}: mask_token_id={mask_token_id}: "
+            f"0..{decoder.vocab - 1} is required (vocab_size={decoder.vocab})"
+        )
+    return DrafterDims(decoder, block, mask_token_id, tap_layers, num_target_layers)
+
+
+def _check_variant(dflash: ConfigFile, windows: tuple[int | None, ...]) -> None:
+    """Refuse what relatives of DFlash add: without it they would load and draft badly, silently."""
+    known = ("block_size", "mask_token_id", "mask_token", "target_layer_ids", "causal", "use_swa")
+    for key, value in dflash.values.items():
+        if key not in known and value is not None:
+            raise ValueError(
+                f"{dflash.where}: {key}={value!r}: DFlash 2 and other variants are not supported; "
+                f"allowed keys: {', '.join(known)}"
+            )
+    dflash.only("use_swa", False)
+    is_causal = dflash.values.get("causal")
+    is_sliding = [window is not None for window in windows]
+    if is_causal is not None and is_sliding != [is_causal] * len(windows):
+        raise ValueError(
+            f"{dflash.where}: causal={is_causal!r} does not fit these layer_types; allowed: null, "
+            "False where all are full_attention, True where all are sliding_attention"
+        )
+
+
+def _read_windows(config: ConfigFile, layers: int) -> tuple[int | None, ...]:
+    is_sliding = read_layer_types(config, layers)
+    if is_sliding is None:
+        config.only("use_sliding_window", False)
+        return (None,) * layers
+    if not any(is_sliding):
+        return (None,) * layers
+    config.only("use_sliding_window", True)
+    window = config.positive("sliding_window")
+    return tuple(window if slides else None for slides in is_sliding)
 
 
 class DFlash(nn.Module):
@@ -72,7 +104,7 @@ class DFlash(nn.Module):
         self.fuse = Linear(len(dims.tap_layers) * decoder.width, decoder.width, dtype, device)
         self.fuse_norm = RmsNorm(decoder.width, decoder.norm_eps, dtype, device)
         self.layers = nn.ModuleList(
-            DFlashLayer(decoder, dtype, device) for _ in range(decoder.layers)
+            DecoderLayer(decoder, dtype, device) for _ in range(decoder.layers)
         )
         self.norm = RmsNorm(decoder.width, decoder.norm_eps, dtype, device)
         self.rope_P2E = rope_table(decoder.rope, decoder.head_width, num_positions, device)
@@ -86,21 +118,18 @@ class DFlash(nn.Module):
         rope_T2E = self.rope_P2E[pos_T]
         pairs = []
         for layer in self.layers:
-            assert isinstance(layer, DFlashLayer)
-            pairs.append(layer.keys_values(fused_TD, rope_T2E))
+            assert isinstance(layer, DecoderLayer)
+            pairs.append(layer.context(fused_TD, rope_T2E))
         return Planes(*(torch.stack(side) for side in zip(*pairs, strict=True)))
 
-    def forward(
-        self, x_TD: Tensor, pos_T: Tensor, cache: Planes, full: VisibleKeys, sliding: VisibleKeys
-    ) -> Tensor:
-        """Hidden states [T, D] of B blocks (T = B K), from the target's embeddings of the block.
-
-        full, sliding: what full-attention and sliding-window layers see.
-        """
+    def forward(self, x_TD: Tensor, pos_T: Tensor, cache: Planes, keys: LayerKeys) -> Tensor:
+        """Hidden states [T, D] of B blocks (T = B K), from the target's embeddings of the block."""
         rope_T2E = self.rope_P2E[pos_T]
         for number, layer in enumerate(self.layers):
-            keys = full if self.dims.windows[number] is None else sliding
-            x_TD = layer(x_TD, rope_T2E, cache, number, keys)
+            assert isinstance(layer, DecoderLayer)
+            heads = layer.project(x_TD, rope_T2E)
+            visible = keys.under(self.dims.decoder.windows[number])
+            x_TD = layer.finish(x_TD, heads, cache, number, visible)
         hidden_TD: Tensor = self.norm(x_TD)
         return hidden_TD
 
@@ -112,21 +141,6 @@ class DFlash(nn.Module):
             "norm.weight": self.norm.weight,
         }
         for number, layer in enumerate(self.layers):
-            assert isinstance(layer, DFlashLayer)
-            k, v = layer.kv.weight.chunk(2)
-            gate, up = layer.mlp.gate_up.weight.chunk(2)
-            for name, part in {
-                "input_layernorm": layer.input_norm.weight,
-                "self_attn.q_proj": layer.q.weight,
-                "self_attn.k_proj": k,
-                "self_attn.v_proj": v,
-                "self_attn.o_proj": layer.out.weight,
-                "self_attn.q_norm": layer.q_norm.weight,
-                "self_attn.k_norm": layer.k_norm.weight,
-                "post_attention_layernorm": layer.mlp_norm.weight,
-                "mlp.gate_proj": gate,
-                "mlp.up_proj": up,
-                "mlp.down_proj": layer.mlp.down.weight,
-            }.items():
-                found[f"layers.{number}.{name}.weight"] = part
+            assert isinstance(layer, DecoderLayer)
+            found |= layer.destinations(f"layers.{number}")
         return found

@@ -49,6 +49,19 @@ class VisibleKeys(NamedTuple):
     ragged: Ragged | None = None
 
 
+class LayerKeys(NamedTuple):
+    """What layers see: `full` those without a window, `sliding` the others (`full` where there are
+    none).
+    """
+
+    full: VisibleKeys
+    sliding: VisibleKeys
+
+    def under(self, window: int | None) -> VisibleKeys:
+        """What a layer with this window sees."""
+        return self.full if window is None else self.sliding
+
+
 def frozen(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
     """An uninitialised weight: every element is written by the loader, or the load fails."""
     return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
@@ -67,14 +80,22 @@ class RmsNorm(nn.Module):
 
 
 class Linear(nn.Module):
-    """y = x W^T without bias; weight [out, in]."""
+    """y = x W^T + b, the bias only where asked for; weight [out, in], bias [out]."""
 
-    def __init__(self, fan_in: int, fan_out: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        fan_in: int,
+        fan_out: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        has_bias: bool = False,
+    ) -> None:
         super().__init__()
         self.weight = frozen(fan_out, fan_in, dtype=dtype, device=device)
+        self.bias = frozen(fan_out, dtype=dtype, device=device) if has_bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight)
+        return F.linear(x, self.weight, self.bias)
 
 
 def linear_float32(x_TD: Tensor, weight_VD: Tensor) -> Tensor:

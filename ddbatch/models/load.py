@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 
+from ddbatch.models.decoder import Target
 from ddbatch.models.dflash import DFlash
 from ddbatch.models.dims import DrafterDims, DtypeName, ModelDims
-from ddbatch.models.llama import Llama
 from ddbatch.models.weights import load_weights
 
 
@@ -68,9 +68,9 @@ def set_numerics() -> None:
 
 def load_target(
     folder: Path, dims: ModelDims, dtype: DtypeName, device: torch.device, num_positions: int
-) -> Llama:
+) -> Target:
     """The target with its weights on `device`; the rope table reaches num_positions."""
-    target = Llama(dims, getattr(torch, dtype), device, num_positions)
+    target = Target(dims, getattr(torch, dtype), device, num_positions)
     load_weights("model.path", folder, target.destinations())
     return target
 

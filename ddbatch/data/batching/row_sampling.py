@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import TypeVar
 
-from ddbatch.checks import RULES, did_you_mean, shown
+from ddbatch.checks import RULES, STOPS, did_you_mean, is_stop, shown
 from ddbatch.core import RowSampling
-from ddbatch.data.batching.columns import Fault, has_surrogates, kind_of, load_json
+from ddbatch.data.batching.columns import Fault, kind_of, load_json
 
 Item = TypeVar("Item")
 
@@ -58,18 +58,14 @@ def _refusal(name: str, option: object) -> str | None:
     if name == "ignore_eos":
         return None if isinstance(option, bool) else "expected true or false"
     if name == "stop":
-        is_list = isinstance(option, list) and all(_is_stop(item) for item in option)
-        return None if is_list else "expected a list of strings that are text and not empty"
+        is_list = isinstance(option, list) and all(is_stop(item) for item in option)
+        return None if is_list else f"expected a list, each item {STOPS}"
     rule = RULES[f"sampling.{name}"]
     if name == "stop_token_ids":
         if isinstance(option, list) and all(rule.allows(item) for item in option):
             return None
         return f"expected a list, each item {rule}"
     return None if rule.allows(option) else f"expected {rule}"
-
-
-def _is_stop(item: object) -> bool:
-    return isinstance(item, str) and item != "" and not has_surrogates(item)
 
 
 def _float(value: float | None) -> float | None:

@@ -19,6 +19,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from ddbatch.core import FinishReason, RejectCode
+from ddbatch.data.checking.logprobs import output_rules
 from ddbatch.data.checking.rules import (
     Bools,
     Ints,
@@ -26,16 +27,15 @@ from ddbatch.data.checking.rules import (
     Rule,
     bools,
     check_order,
+    check_same_keys,
     filled,
     ints,
     is_among,
-    key_words,
     lengths,
     read_batches,
     row_of,
     sums,
 )
-from ddbatch.data.folder import StateError
 
 _MAX_ACCEPTED = 255  # the table's uint8
 _COUNTS = (
@@ -79,14 +79,18 @@ class RejectedFigures:
     codes: Counter[str]
 
 
-def read_completions(file: Path, where: str) -> CompletionFigures:
-    """The figures of a completions file whose rows all hold their rules; `where` names the file."""
+def read_completions(file: Path, where: str, *, has_logprobs: bool) -> CompletionFigures:
+    """The figures of a completions file whose rows all hold their rules; `where` names the file.
+
+    has_logprobs: whether the run tells the log-probabilities of its tokens.
+    """
     names = pq.read_schema(file).names
     has_prompts = "prompt_token_ids" in names
     columns = [*_COUNTS, "output_token_ids", "finish_reason", "stop_reason"]
-    columns += ["mean_acceptance_length", *(["prompt_token_ids"] if has_prompts else [])]
+    columns += ["reasoning_end", "output_logprobs", "mean_acceptance_length"]
+    columns += ["prompt_token_ids"] if has_prompts else []
     found = [
-        _completions_of(batch, rows, has_prompts)
+        _completions_of(batch, rows, has_prompts, has_logprobs)
         for batch, rows in read_batches(file, where, columns)
     ]
     figures = CompletionFigures(*map(np.concatenate, zip(*found, strict=True)))
@@ -120,18 +124,7 @@ def read_rejected(file: Path, where: str) -> RejectedFigures:
 
 def check_pair(done: CompletionFigures, stats: AcceptanceFigures, where: str) -> None:
     """The acceptance file tells of the same rows in the same order, and adds up to the same."""
-    shared = min(len(done.key), len(stats.key))
-    agree = np.append(done.key[:shared] == stats.key[:shared], len(done.key) == len(stats.key))
-    if not agree.all():
-        row = int(agree.argmin())
-        theirs, ours = (
-            key_words(int(key[row])) if row < len(key) else "no row"
-            for key in (done.key, stats.key)
-        )
-        raise StateError(
-            f"{where}: row {row}: the keys are not those of the completions, in their order: "
-            f"{ours} here, {theirs} there"
-        )
+    check_same_keys(done.key, stats.key, where)
     Rows(where, 0, stats.key).require(
         Rule(
             f"{name} of the completion is what the lists add up to",
@@ -143,7 +136,7 @@ def check_pair(done: CompletionFigures, stats: AcceptanceFigures, where: str) ->
 
 
 def _completions_of(
-    batch: pa.RecordBatch, rows: Rows, has_prompts: bool
+    batch: pa.RecordBatch, rows: Rows, has_prompts: bool, has_logprobs: bool
 ) -> tuple[npt.NDArray[np.generic], ...]:
     """The columns of CompletionFigures, of rows that hold all their rules."""
     counts = {name: ints(filled(batch, rows, name)) for name in _COUNTS}
@@ -160,6 +153,8 @@ def _completions_of(
     is_truncated = bools(pc.equal(reason, "length"))
     rows.require(_rules_of_an_end(batch, counts, is_truncated))
     rows.require(_rules_of_rounds(batch, counts))
+    rows.require([_rule_of_reasoning(batch, counts["output_tokens"])])
+    rows.require(output_rules(batch, rows, counts["output_tokens"], has_logprobs))
     wanted = ("prompt_tokens", "output_tokens", "num_steps", "draft_tokens", "accepted_tokens")
     return (rows.key, *(counts[name] for name in wanted), is_truncated)
 
@@ -184,6 +179,15 @@ def _rules_of_an_end(
             {"finish_reason": np.where(is_truncated, "length", "stop"), "stop_reason": why},
         ),
     ]
+
+
+def _rule_of_reasoning(batch: pa.RecordBatch, output_tokens: Ints) -> Rule:
+    """Reasoning has its end inside the output, where it has one."""
+    column = batch.column("reasoning_end")
+    end = ints(column.fill_null(0))
+    holds = bools(column.is_null()) | ((end >= 1) & (end <= output_tokens))
+    shown = {"reasoning_end": end, "output_tokens": output_tokens}
+    return Rule("reasoning_end is null or in 1..output_tokens", holds, shown)
 
 
 def _rules_of_rounds(batch: pa.RecordBatch, counts: Mapping[str, Ints]) -> list[Rule]:

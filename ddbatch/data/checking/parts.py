@@ -22,10 +22,12 @@ from ddbatch.data.checking.invariants import (
     read_completions,
     read_rejected,
 )
+from ddbatch.data.checking.logprobs import check_logprobs, read_emitted
 from ddbatch.data.checking.rules import Ints, key_words, pack_keys
 from ddbatch.data.commits import REPAIR
 from ddbatch.data.finished import mark_finished
 from ddbatch.data.folder import TABLES, RunFolder, StateError, hash_file
+from ddbatch.data.manifest import Manifest
 from ddbatch.data.records import KeyBlock, PartCounts, PartFile, Record
 
 
@@ -72,9 +74,9 @@ def check_claims(
     return num_done
 
 
-def check_part(folder: RunFolder, record: Record, schemas: Mapping[str, pa.Schema]) -> None:
+def check_part(folder: RunFolder, record: Record, manifest: Manifest) -> None:
     """Files, rows, keys and counts of one committed part."""
-    where = _record_name(folder, record)
+    where, schemas = _record_name(folder, record), manifest.schemas
     final = {file.table: file.final for file in record.files}
     told = set(schemas) - {"rejected"}
     if not set(final) <= set(schemas) or set(final) - {"rejected"} not in (told, set()):
@@ -86,11 +88,15 @@ def check_part(folder: RunFolder, record: Record, schemas: Mapping[str, pa.Schem
         _check_file(folder, where, file, schemas[file.table])
     done = refused = None
     if "completions" in final:
-        done = read_completions(folder.place / final["completions"], final["completions"])
+        name = final["completions"]
+        done = read_completions(folder.place / name, name, has_logprobs=manifest.has_logprobs)
     if "acceptance" in final:
         assert done is not None, final
         stats = read_acceptance(folder.place / final["acceptance"], final["acceptance"])
         check_pair(done, stats, final["acceptance"])
+    if "logprobs" in final:
+        emitted = read_emitted(folder.place / final["completions"], final["completions"])
+        check_logprobs(folder.place / final["logprobs"], final["logprobs"], emitted)
     if "rejected" in final:
         refused = read_rejected(folder.place / final["rejected"], final["rejected"])
     _check_keys(where, record, done, refused)

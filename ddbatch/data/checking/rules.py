@@ -22,7 +22,9 @@ from ddbatch.data.folder import StateError
 Ints: TypeAlias = npt.NDArray[np.int64]
 Bools: TypeAlias = npt.NDArray[np.bool_]
 
-_BATCH_ROWS = 4096  # so many rows are in memory at once, with their ids
+# So many rows, or about so many bytes of them, are in memory at once.
+_BATCH_ROWS = 4096
+_BATCH_BYTES = 64 << 20
 _LARGEST_KEY = Key(2**31 - 1, 2**15 - 1, 2**15 - 1)
 
 
@@ -71,11 +73,19 @@ def read_batches(
     first = 0
     try:
         with pq.ParquetFile(file) as content:
-            for batch in content.iter_batches(_BATCH_ROWS, columns=[*Key._fields, *columns]):
+            num_rows = _batch_rows(content.metadata)
+            for batch in content.iter_batches(num_rows, columns=[*Key._fields, *columns]):
                 yield batch, Rows(where, first, _keys_of(batch, where, first))
                 first += batch.num_rows
     except (pa.ArrowException, OSError) as error:
         raise StateError(f"{where} cannot be read: {error}") from error
+
+
+def _batch_rows(about: pq.FileMetaData) -> int:
+    """How many rows to read at a time, by the size of all columns."""
+    rows: int = about.num_rows
+    size: int = sum(about.row_group(at).total_byte_size for at in range(about.num_row_groups))
+    return min(_BATCH_ROWS, max(1, _BATCH_BYTES * rows // max(1, size)))
 
 
 def _keys_of(batch: pa.RecordBatch, where: str, first: int) -> Ints:
@@ -92,11 +102,14 @@ def _keys_of(batch: pa.RecordBatch, where: str, first: int) -> Ints:
 
 
 def filled(batch: pa.RecordBatch, rows: Rows, name: str) -> pa.Array:
-    """A column in which no row is null, nor an element of a row."""
+    """A column in which no row is null, nor an element of a row, however deep."""
     column = batch.column(name)
     rows.require([Rule(f"{name} is not null", bools(column.is_valid()), {})])
-    if pa.types.is_list(column.type) and column.flatten().null_count:
-        raise StateError(f"{rows.where}: {name} has a null in a list, from row {rows.first} on")
+    inner = column
+    while pa.types.is_list(inner.type) or pa.types.is_fixed_size_list(inner.type):
+        inner = inner.flatten()
+        if inner.null_count:
+            raise StateError(f"{rows.where}: {name} has a null in a list, from row {rows.first} on")
     return column
 
 
@@ -130,6 +143,21 @@ def check_order(key: Ints, where: str) -> None:
         raise StateError(
             f"{where}: row {row} ({key_words(int(key[row]))}): broken rule: rows are sorted by "
             f"key, each key once; the row before is {key_words(int(key[row - 1]))}"
+        )
+
+
+def check_same_keys(done: Ints, key: Ints, where: str) -> None:
+    """The rows of a file are those of the completions, in their order."""
+    shared = min(len(done), len(key))
+    agree = np.append(done[:shared] == key[:shared], len(done) == len(key))
+    if not agree.all():
+        row = int(agree.argmin())
+        theirs, ours = (
+            key_words(int(keys[row])) if row < len(keys) else "no row" for keys in (done, key)
+        )
+        raise StateError(
+            f"{where}: row {row}: the keys are not those of the completions, in their order: "
+            f"{ours} here, {theirs} there"
         )
 
 

@@ -6,7 +6,10 @@ about tables.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
+
+from ddbatch.data.batching.stop_strings import StopStrings
 
 OPEN, CLOSE = "<think>", "</think>"
 
@@ -35,3 +38,20 @@ def split_reasoning(completion: str) -> Answer:
     if is_opened:
         thought = thought.lstrip().removeprefix(OPEN)
     return Answer(thought.strip("\r\n"), answer.lstrip("\r\n"), is_opened, bool(tag))
+
+
+def reasoning_end(text: str, token_ids: Sequence[int], finder: StopStrings) -> int | None:
+    """Output tokens up to and with the one that completes the first closing tag; None without one.
+
+    text: what the tokens say, as far as it is kept. The tag may also be a special token, which is
+    not in the text where finder skips those.
+    """
+    ends = []
+    if CLOSE in text:
+        match = finder.watch((CLOSE,))(token_ids)
+        assert match is not None, f"{CLOSE} in the text and not in the tokens {token_ids}"
+        ends.append(match.num_tokens)
+    close_id = finder.hidden_id(CLOSE)
+    if close_id is not None and close_id in token_ids:
+        ends.append(token_ids.index(close_id) + 1)
+    return min(ends, default=None)

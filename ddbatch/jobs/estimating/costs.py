@@ -18,6 +18,9 @@ TEXT_BYTES = (1.0, 2.0)
 ID_BYTES = (1.1, 2.5)
 # Acceptance lists, by output token: plain decoding costs next to nothing, short drafts most.
 _ACCEPTANCE_BYTES = (0.02, 0.2)
+# Of an output token: its own log-probability, and each of the best tokens with its own.
+_LOGPROB_BYTES = (3.0, 3.7)
+_TOP_BYTES = (2.3, 3.9)
 # Key, counts and times of a completion.
 _ROW_BYTES = (20.0, 60.0)
 
@@ -46,9 +49,16 @@ def scale_up(found: Measured, num_rows: int, samples: int, bounds: Bounds) -> To
     )
 
 
-def disk_bytes(totals: Totals, samples: int, kind: PromptKind, store: Collection[str]) -> Range:
+def disk_bytes(
+    totals: Totals,
+    samples: int,
+    kind: PromptKind,
+    store: Collection[str],
+    top_logprobs: int | None = None,
+) -> Range:
     """What the output takes: least and most. A completion's text is there twice, as completion and
-    in messages; samples of one prompt may share its bytes, or repeat them."""
+    in messages; samples of one prompt may share its bytes, or repeat them. top_logprobs: how many
+    of the best tokens are told beside the emitted one, None without log-probabilities."""
     tokens = totals.most_tokens if totals.expected_tokens is None else totals.expected_tokens
     num_texts = 1 if kind == "token_ids" else 2
     ends = []
@@ -56,6 +66,8 @@ def disk_bytes(totals: Totals, samples: int, kind: PromptKind, store: Collection
         prompt_tokens = totals.prompt_tokens * copies
         per_output = num_texts * TEXT_BYTES[end] + ID_BYTES[end]
         per_output += _ACCEPTANCE_BYTES[end] * ("acceptance" in store)
+        if top_logprobs is not None:
+            per_output += _LOGPROB_BYTES[end] + top_logprobs * _TOP_BYTES[end]
         per_prompt = (num_texts - 1) * TEXT_BYTES[end] + ID_BYTES[end] * ("prompt_ids" in store)
         ends.append(
             tokens * per_output + prompt_tokens * per_prompt + totals.completions * _ROW_BYTES[end]

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-from ddbatch.core import Completion, Rejected, RowSampling, ShapePlan, TokenPrompt
+from ddbatch.core import Completion, Rejected, ShapePlan, StopFinder, TokenPrompt
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,10 @@ class Decoder(Protocol):
     @property
     def plan(self) -> ShapePlan:
         """Shapes of a round."""
+
+    @property
+    def about(self) -> dict[str, object]:
+        """Facts for the attempt's record that are known once the weights are loaded."""
 
     @property
     def max_len(self) -> int:
@@ -76,8 +80,8 @@ class Pair(Protocol):
         """The dtype in force."""
 
     @property
-    def stop_token_ids(self) -> tuple[int, ...]:
-        """Ids that end a completion."""
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """The model's own ids that end a completion, sorted."""
 
     @property
     def recommended(self) -> tuple[str, ...]:
@@ -87,8 +91,5 @@ class Pair(Protocol):
     def about(self) -> dict[str, object]:
         """Free facts for the attempt's record: device, method, versions."""
 
-    def refusal(self, sampling: RowSampling) -> str | None:
-        """Why a row's own sampling cannot be honoured; None if it can."""
-
-    def load(self, num_rows: int) -> Decoder:
+    def load(self, num_rows: int, finder: StopFinder) -> Decoder:
         """Read the weights. num_rows: rows left to decode, where a smaller batch would do."""

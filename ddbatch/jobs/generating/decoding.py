@@ -14,24 +14,17 @@ from pathlib import Path
 import torch
 
 from ddbatch.config import Config
-from ddbatch.core import Completion, Rejected, RowSampling, ShapePlan, TokenPrompt
+from ddbatch.core import Completion, Rejected, ShapePlan, StopFinder, TokenPrompt
 from ddbatch.engine.engine import Engine, EngineStats
+from ddbatch.engine.numerics import Numerics, measure_numerics
 from ddbatch.engine.plan import AUTO_PAGE_CUDA, Method, choose_method, plan_cache, plan_shapes
 from ddbatch.jobs.generating.decoder import DecoderFigures
-from ddbatch.models.dflash import DFlash
-from ddbatch.models.dims import (
-    DrafterDims,
-    DtypeName,
-    ModelDims,
-    read_drafter_dims,
-    read_generation_config,
-    read_target_dims,
-)
-from ddbatch.models.llama import Llama
+from ddbatch.models.decoder import Target
+from ddbatch.models.decoder_config import read_generation_config
+from ddbatch.models.dflash import DFlash, read_drafter_dims
+from ddbatch.models.dims import DrafterDims, DtypeName, ModelDims
+from ddbatch.models.families import read_target_dims
 from ddbatch.models.load import check_pair, choose_dtype, load_drafter, load_target, set_numerics
-
-# What a row may set for itself today.
-_ROW_OPTIONS = ("max_new_tokens",)
 
 
 def open_pair(config: Config, eos_token_id: int | None) -> EnginePair:
@@ -52,14 +45,7 @@ def open_pair(config: Config, eos_token_id: int | None) -> EnginePair:
     eos = {*advice.eos_token_ids, *target.eos_token_ids}
     if eos_token_id is not None:
         eos.add(eos_token_id)
-    extra = config.sampling.stop_token_ids
-    for token_id in extra:
-        if token_id >= target.vocab:
-            raise ValueError(
-                f"sampling.stop_token_ids={extra}: {token_id} is outside the "
-                f"vocabulary; allowed: 0..{target.vocab - 1}"
-            )
-    stops = {*extra} if config.sampling.ignore_eos else {*extra, *eos}
+    _check_ids(config, target.vocab)
     pair = EnginePair(
         config=config,
         target=target,
@@ -69,7 +55,7 @@ def open_pair(config: Config, eos_token_id: int | None) -> EnginePair:
         method=choose_method(
             config.engine.method, _auto(config.engine.budget), drafter is not None
         ),
-        stop_token_ids=tuple(sorted(stops)),
+        eos_token_ids=tuple(sorted(eos)),
         recommended=advice.recommended,
     )
     pair.plan(None)  # a plan above a limit is refused now
@@ -86,7 +72,7 @@ class EnginePair:
     device: torch.device
     dtype: DtypeName
     method: Method
-    stop_token_ids: tuple[int, ...]
+    eos_token_ids: tuple[int, ...]
     recommended: tuple[str, ...]
 
     @property
@@ -111,15 +97,11 @@ class EnginePair:
             "torch": torch.__version__,
         }
 
-    def refusal(self, sampling: RowSampling) -> str | None:
-        """Greedy decoding honours a row's cap; other values are accepted where they change
-        nothing."""
-        for item in fields(sampling):
-            value = getattr(sampling, item.name)
-            is_greedy = item.name == "temperature" and value == 0
-            if value is not None and item.name not in _ROW_OPTIONS and not is_greedy:
-                return f"{item.name}={value} in a row is not built yet"
-        return None
+    @property
+    def top_logprobs(self) -> int | None:
+        """How many of the best tokens are told beside the emitted one; None = no log-probs."""
+        sampling = self.config.sampling
+        return sampling.top_logprobs if sampling.logprobs else None
 
     def plan(self, num_rows: int | None) -> ShapePlan:
         """Shapes of a round for so many rows to decode (None: many)."""
@@ -136,7 +118,7 @@ class EnginePair:
             num_prompts=num_rows,
         )
 
-    def load(self, num_rows: int) -> EngineDecoder:
+    def load(self, num_rows: int, finder: StopFinder) -> EngineDecoder:
         """Read the weights."""
         set_numerics()
         plan = self.plan(num_rows)
@@ -152,12 +134,19 @@ class EnginePair:
             assert self.drafter is not None
             path = Path(str(self.config.drafter.path))
             drafter = load_drafter(path, self.drafter, self.dtype, self.device, num_positions)
+        numerics = None
+        if self.dtype != "float32":
+            numerics = measure_numerics(target, drafter, plan)
+            if not numerics.is_sound:
+                print(f"note: {numerics}", file=sys.stderr)
         return EngineDecoder(
             target,
             drafter,
             plan,
+            numerics,
             page=page,
-            stop_token_ids=self.stop_token_ids,
+            finder=finder,
+            top_logprobs=self.top_logprobs,
         )
 
 
@@ -166,15 +155,18 @@ class EngineDecoder:
 
     def __init__(
         self,
-        target: Llama,
+        target: Target,
         drafter: DFlash | None,
         plan: ShapePlan,
+        numerics: Numerics | None,
         *,
         page: int | None,
-        stop_token_ids: tuple[int, ...],
+        finder: StopFinder,
+        top_logprobs: int | None,
     ) -> None:
         self._target, self._drafter, self._plan = target, drafter, plan
-        self._page, self._stop_token_ids = page, stop_token_ids
+        self._numerics = numerics
+        self._page, self._finder, self._top_logprobs = page, finder, top_logprobs
         self._engine: Engine | None = None
         self._max_len = self._max_new_tokens = 0
         self._past = EngineStats()  # of the states before this one
@@ -183,6 +175,11 @@ class EngineDecoder:
     def plan(self) -> ShapePlan:
         """Shapes of a round."""
         return self._plan
+
+    @property
+    def about(self) -> dict[str, object]:
+        """The score errors of the model's dtype (engine/numerics.py); float32 has none."""
+        return {} if self._numerics is None else {"numerics": asdict(self._numerics)}
 
     @property
     def max_len(self) -> int:
@@ -210,7 +207,8 @@ class EngineDecoder:
                 device=self._target.embed.device.type,
             ),
             max_new_tokens=max_new_tokens,
-            stop_token_ids=self._stop_token_ids,
+            finder=self._finder,
+            top_logprobs=self._top_logprobs,
         )
         self._max_len, self._max_new_tokens = max_len, max_new_tokens
 
@@ -246,6 +244,21 @@ class EngineDecoder:
         now = EngineStats() if self._engine is None else self._engine.stats
         return EngineStats(
             *(getattr(self._past, f.name) + getattr(now, f.name) for f in fields(EngineStats))
+        )
+
+
+def _check_ids(config: Config, vocab: int) -> None:
+    """ValueError for a stop token that the model cannot emit, or more log-probs than tokens."""
+    token_ids, top = config.sampling.stop_token_ids, config.sampling.top_logprobs
+    for token_id in token_ids:
+        if token_id >= vocab:
+            raise ValueError(
+                f"sampling.stop_token_ids={token_ids}: {token_id} is outside the vocabulary; "
+                f"allowed: 0..{vocab - 1}"
+            )
+    if top > vocab:
+        raise ValueError(
+            f"sampling.top_logprobs={top}: the vocabulary has {vocab} tokens; allowed: 0..{vocab}"
         )
 
 

@@ -16,11 +16,14 @@ from ddbatch.core import Completion, Key, Prompt, RejectCode, Rejected, Shard, T
 from ddbatch.data.batching.columns import BadRow, Columns, Row
 from ddbatch.data.batching.encoder import PromptEncoder
 from ddbatch.data.batching.prompts import to_prompt
+from ddbatch.data.batching.stop_strings import StopStrings
 from ddbatch.data.batching.turns import num_turns, prompt_for_turn
+from ddbatch.data.export.reasoning import reasoning_end
 from ddbatch.data.schema import FinishedRow
 from ddbatch.data.source.inputs import Inputs
 from ddbatch.jobs.generating.decoder import Pair
-from ddbatch.jobs.generating.units import Limits, Prepared, Ready, Unit
+from ddbatch.jobs.generating.sampling_options import row_refusal
+from ddbatch.jobs.generating.units import Limits, Prepared, Ready, Unit, sampling_in_force
 
 # Units that are read, tokenised and sorted by length at a time: many static batches, little memory.
 WINDOW_UNITS = 2048
@@ -51,9 +54,10 @@ class Feed:
         encoder: PromptEncoder,
         pair: Pair,
         limits: Limits,
+        finder: StopStrings,
     ) -> None:
         self._inputs, self._columns, self._encoder = inputs, columns, encoder
-        self._pair, self._limits = pair, limits
+        self._pair, self._limits, self._finder = pair, limits, finder
         self._shards: dict[int, _OpenShard] = {}
         self._later_turns: deque[Ready] = deque()
         self._window: deque[Ready] = deque()
@@ -227,23 +231,28 @@ class Feed:
         )
         prepared: list[Prepared | Rejected] = []
         for prompt, ids, cap in zip(prompts, encoded, wanted, strict=True):
-            refusal = self._pair.refusal(prompt.sampling)
-            if refusal is not None:
-                prepared.append(Rejected(prompt.key, "bad_sampling", refusal))
-            elif isinstance(ids, Rejected):
+            refusal = row_refusal(prompt.sampling, self._inputs.log.samples, self._finder)
+            if isinstance(ids, Rejected):
                 prepared.append(ids)
+            elif refusal is not None:
+                prepared.append(Rejected(prompt.key, "bad_sampling", refusal))
             else:
                 room = limits.max_len - len(ids.token_ids)
-                prepared.append(Prepared(prompt, ids, min(cap, room)))
+                own = sampling_in_force(limits, prompt.sampling, self._pair.eos_token_ids)
+                prepared.append(Prepared(prompt, ids, min(cap, room), own))
         return prepared
 
     def _finished_row(self, item: Ready, done: Completion) -> FinishedRow:
-        """Text ends before the stop token, whether it is a special one or not."""
+        """A completion with its text, which ends before what stopped it. A character that the cap
+        has cut is U+FFFD in the text, and whole or not in the ids."""
         own, limits = item.prompt.sampling, self._limits
-        is_stop = done.finish_reason == "stop"
-        visible = done.token_ids[:-1] if is_stop else done.token_ids
-        stop_reason = str(done.stop_token_id) if is_stop else None
-        if not is_stop and item.tokens.max_new_tokens < (
+        # A stop token is no text, whether it is a special one or not.
+        visible = done.token_ids if done.stop_token_id is None else done.token_ids[:-1]
+        text = self._encoder.decode(visible, skip_special_tokens=limits.skip_special_tokens)
+        stop_reason = None if done.stop_token_id is None else str(done.stop_token_id)
+        if done.stop_string is not None:
+            text, stop_reason = text[: text.index(done.stop_string)], done.stop_string
+        elif done.finish_reason == "length" and item.tokens.max_new_tokens < (
             own.max_new_tokens or limits.max_new_tokens
         ):
             stop_reason = "context"
@@ -253,10 +262,11 @@ class Feed:
             prompt_token_ids=item.tokens.token_ids,
             num_dropped=item.encoded.num_dropped,
             completion=done,
-            text=self._encoder.decode(visible, skip_special_tokens=limits.skip_special_tokens),
+            text=text,
             stop_reason=stop_reason,
             max_new_tokens=item.tokens.max_new_tokens,
-            seed=limits.seed if own.seed is None else own.seed,
+            seed=item.tokens.sampling.seed,
+            reasoning_end=reasoning_end(text, visible, self._finder),
         )
 
     def _reject_rest(self, unit: Unit, code: RejectCode, reason: str) -> None:

@@ -19,10 +19,11 @@ import pyarrow as pa
 from ddbatch import __version__
 from ddbatch.checks import option
 from ddbatch.config import Config
-from ddbatch.core import Key, Prompt
+from ddbatch.core import Key, Prompt, Sampling
 from ddbatch.data.batching.columns import Columns, choose_columns
 from ddbatch.data.batching.encoder import PromptEncoder
 from ddbatch.data.batching.prompts import to_prompt
+from ddbatch.data.batching.stop_strings import StopStrings
 from ddbatch.data.batching.template import parse_template_date
 from ddbatch.data.batching.turns import Turns
 from ddbatch.data.fingerprint import HashMode, differences, hash_files, hash_text, hash_weights
@@ -33,6 +34,7 @@ from ddbatch.data.schema import (
     SCHEMA_VERSION,
     acceptance_schema,
     completions_schema,
+    logprobs_schema,
     rejected_schema,
 )
 from ddbatch.data.source.inputs import Inputs
@@ -46,7 +48,7 @@ _LOOKED_AT = 1000  # rows that tell which fields messages have
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 _PROMPT_OPTIONS = {"text": "prompt", "messages": "messages", "token_ids": "token_ids"}
 _ADVICE = "choose another output_dir"
-_OWN_NAMES = {*TABLES, "rounds", "logprobs", "README.md", "manifest.json", "lost+found"}
+_OWN_NAMES = {*TABLES, "rounds", "README.md", "manifest.json", "lost+found"}
 
 
 def open_folder(config: Config) -> tuple[RunFolder, Manifest | None]:
@@ -154,18 +156,23 @@ def look_at_columns(config: Config, inputs: Inputs, manifest: Manifest | None = 
 
 @dataclass(frozen=True)
 class Setting:
-    """What decides a completion beside the options: pair, encoder, columns, template date."""
+    """What decides a completion beside the options: pair, encoder, columns, template date.
+
+    sampling: the run's, without the model's own stop ids. finder: of its stop strings and rows'.
+    """
 
     pair: Pair
     encoder: PromptEncoder
     columns: Columns
     template_date: str
     max_len: int
+    sampling: Sampling
+    finder: StopStrings
 
 
 def identity(config: Config, setting: Setting) -> dict[str, object]:
     """The fields that make another run when they change."""
-    model, data, sampling, columns = config.model, config.data, config.sampling, setting.columns
+    model, data, columns = config.model, config.data, setting.columns
     folder = Path(model.path)
     fields: dict[str, object] = {
         "model weights": hash_weights(folder, cast(HashMode, model.hash)),
@@ -178,7 +185,7 @@ def identity(config: Config, setting: Setting) -> dict[str, object]:
         "data.system_prompt": hash_text(_system_prompt(config)),
         "model.dtype": setting.pair.dtype,
         "engine.max_len": setting.max_len,
-        "stop token ids": list(setting.pair.stop_token_ids),
+        "stop token ids": list(setting.pair.eos_token_ids),
         "draw version": DRAW_VERSION,
         "schema version": SCHEMA_VERSION,
     }
@@ -188,9 +195,10 @@ def identity(config: Config, setting: Setting) -> dict[str, object]:
         fields[f"data.{name}"] = getattr(columns, name)
     for name in ("keep_columns", "turns", "on_long", "select", "name", "split"):
         fields[f"data.{name}"] = option(config, f"data.{name}")
-    for name, value in asdict(sampling).items():
-        if name not in ("n", "stop_file"):
+    for name, value in asdict(config.sampling).items():
+        if name not in ("n", "stop", "stop_file"):
             fields[f"sampling.{name}"] = value
+    fields["sampling.stop"] = list(setting.sampling.stop)  # wherever they come from
     fields["output.store"] = sorted(config.output.store)
     fields["output.skip_special_tokens"] = config.output.skip_special_tokens
     return fields
@@ -221,6 +229,8 @@ def new_manifest(
     }
     if "acceptance" in config.output.store:
         schemas["acceptance"] = acceptance_schema()
+    if config.sampling.top_logprobs:
+        schemas["logprobs"] = logprobs_schema(config.sampling.top_logprobs)
     schemas["rejected"] = rejected_schema()
     return Manifest(
         identity=now,

@@ -1,0 +1,152 @@
+"""How each slot draws and what ends it: static tensors, filled when a prompt takes its slot.
+
+Knows how options become what the draw op takes. Knows nothing about scores or trees.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ddbatch.core import Key, Sampling, StopFinder
+from ddbatch_kernels.keyed_draw import DrawParams
+
+# Bits of token_flag_SV.
+STOP_ID = 1  # the token ends the sequence
+MAY_END_STRING = 2  # the token could complete a stop string: the host must look at the text
+
+_WORD = 0xFFFFFFFF
+_MASK64 = (1 << 64) - 1
+_MAX_FLAG_ROWS = 64  # distinct sets of stops whose flags are kept
+
+
+@dataclass
+class SlotSampling:
+    """Per slot, S slots incl. nobody's; static, written by `set_slots`.
+
+    The draw's parameters as in DrawParams. token_flag_SV: uint8, STOP_ID and MAY_END_STRING of
+    each token. has_noise, has_top_k, has_top_p: whether any slot needs them; kept on the host, so
+    that a greedy batch computes no noise.
+    """
+
+    temperature_S: Tensor
+    top_k_S: Tensor
+    top_p_S: Tensor
+    min_p_S: Tensor
+    seed_S2: Tensor
+    hash_S2: Tensor
+    token_flag_SV: Tensor
+    has_noise: bool = False
+    has_top_k: bool = False
+    has_top_p: bool = False
+
+    def rows(self, slot_B: Tensor) -> DrawParams:
+        """The draw's parameters of these slots."""
+        return DrawParams(
+            self.temperature_S[slot_B],
+            self.top_k_S[slot_B],
+            self.top_p_S[slot_B],
+            self.min_p_S[slot_B],
+            self.seed_S2[slot_B],
+            self.hash_S2[slot_B],
+        )
+
+    def is_stop(self, slot: Tensor, token: Tensor) -> Tensor:
+        """Bool: does the token end its slot's sequence; two int64 tensors that broadcast."""
+        return (self.token_flag_SV[slot, token] & STOP_ID) != 0
+
+    def may_end_string(self, slot: Tensor, token: Tensor) -> Tensor:
+        """Bool: could the token complete one of its slot's stop strings."""
+        return (self.token_flag_SV[slot, token] & MAY_END_STRING) != 0
+
+
+def allocate_slot_sampling(slots: int, vocab: int, device: torch.device) -> SlotSampling:
+    """Greedy slots without stops."""
+
+    def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    return SlotSampling(
+        temperature_S=zeros(slots, dtype=torch.float32),
+        top_k_S=zeros(slots, dtype=torch.long),
+        top_p_S=zeros(slots, dtype=torch.float64) + 1,
+        min_p_S=zeros(slots, dtype=torch.float32),
+        seed_S2=zeros(slots, 2, dtype=torch.long),
+        hash_S2=zeros(slots, 2, dtype=torch.long),
+        token_flag_SV=zeros(slots, vocab, dtype=torch.uint8),
+    )
+
+
+def set_slots(
+    sampling: SlotSampling, slot_R: Tensor, keys: Sequence[Key], own: Sequence[Sampling]
+) -> None:
+    """Write the draw's parameters of R slots."""
+
+    def put(place: Tensor, values: Sequence[object]) -> None:
+        place[slot_R] = torch.tensor(values, dtype=place.dtype, device=place.device)
+
+    put(sampling.temperature_S, [item.temperature for item in own])
+    put(sampling.top_k_S, [item.top_k for item in own])
+    put(sampling.top_p_S, [item.top_p for item in own])
+    put(sampling.min_p_S, [item.min_p for item in own])
+    put(sampling.seed_S2, [_words(item.seed) for item in own])
+    put(sampling.hash_S2, [_words(key_hash(key)) for key in keys])
+
+
+class TokenFlags:
+    """Which tokens end a sequence or could complete a stop string, as rows of token_flag_SV.
+
+    Most prompts of a run share their stops, so rows are kept on the device.
+    """
+
+    def __init__(self, vocab: int, finder: StopFinder | None, device: torch.device) -> None:
+        self._vocab, self._finder, self._device = vocab, finder, device
+        self._rows: OrderedDict[tuple[object, object], Tensor] = OrderedDict()
+
+    def row(self, own: Sampling) -> Tensor:
+        """uint8 [V]."""
+        name = (own.stop_token_ids, own.stop)
+        if name in self._rows:
+            self._rows.move_to_end(name)
+            return self._rows[name]
+        flags = torch.zeros(self._vocab, dtype=torch.uint8)
+        if own.stop:
+            assert self._finder is not None, "stop strings need a finder"
+            # A tokenizer may have more entries than the model has scores.
+            ids = [token for token in self._finder.flagged(own.stop) if token < self._vocab]
+            flags[torch.tensor(ids, dtype=torch.long)] |= MAY_END_STRING
+        # Ids that no score stands for cannot be drawn.
+        ids = [token for token in own.stop_token_ids if token < self._vocab]
+        flags[torch.tensor(ids, dtype=torch.long)] |= STOP_ID
+        self._rows[name] = flags.to(self._device)
+        if len(self._rows) > _MAX_FLAG_ROWS:
+            self._rows.popitem(last=False)
+        return self._rows[name]
+
+
+def key_hash(key: Key) -> int:
+    """The 64-bit hash of (row_id, turn, sample) that separates the noise of rows.
+
+    A chain of SplitMix64 steps (Steele et al. 2014), each a bijection: keys that differ in one part
+    never collide.
+    """
+    value = 0
+    for part in key:
+        value = _splitmix64(value ^ part)
+    return value
+
+
+def _splitmix64(value: int) -> int:
+    value = (value + 0x9E3779B97F4A7C15) & _MASK64
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK64
+    return value ^ (value >> 31)
+
+
+def _words(value: int) -> tuple[int, int]:
+    """A 64-bit number as its low and its high word."""
+    return value & _WORD, value >> 32
