@@ -94,7 +94,7 @@ def main() -> None:
     gap = score_table(args, target, drafter)
     print(
         "\n| method | budget | tokens | acceptance length | completions equal to plain decoding | "
-        f"partings from the oracle | explained | unexplained | largest slack (gap {gap:.4f}) |"
+        f"partings from the oracle | explained | unexplained | largest slack (gap {gap:.3g}) |"
     )
     print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
     plain: list[tuple[int, ...]] = []
@@ -110,7 +110,7 @@ def main() -> None:
         print(
             f"| {method} | {judged.plan.nodes - 1} | {tokens} | "
             f"{(tokens - len(outputs)) / rounds:.3f} | {same} of {len(outputs)} | {len(slacks)} | "
-            f"{explained} | {len(slacks) - explained} | {max(slacks, default=0.0):.4f} |",
+            f"{explained} | {len(slacks) - explained} | {max(slacks, default=0.0):.3g} |",
             flush=True,
         )
 

@@ -144,6 +144,20 @@ def test_bad_rows_are_counted_by_their_code(model: Path, tmp_path: Path, capsys:
     )
 
 
+def test_rows_whose_own_sampling_does_not_go_with_the_run_are_counted(
+    model: Path, tmp_path: Path, capsys: Captured
+) -> None:
+    own: list[object] = [None, {"temperature": 0}, {"stop": ["</s>"]}, {"top_k": 3}, {"top_k": -1}]
+    data = write_rows(tmp_path / "p.jsonl", [{"prompt": "w1 w2", "s": item} for item in own])
+    config = Config(job="estimate")
+    config.model.path, config.data.path = str(model), str(data)
+    config.data.sampling_column = "s"
+    config.sampling.n, config.sampling.temperature = 2, 0.5
+    assert run(config) == 0
+    said = capsys.readouterr().out
+    assert said_of(said, "rows") == "2 can run, 3 are rejected (3 bad_sampling)"
+
+
 def test_an_input_without_a_good_row_is_told_and_shows_no_prompt(
     model: Path, tmp_path: Path, capsys: Captured
 ) -> None:

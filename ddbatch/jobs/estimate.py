@@ -13,6 +13,7 @@ from ddbatch.config import Config
 from ddbatch.core import ExitCode
 from ddbatch.data.batching.columns import Columns
 from ddbatch.data.batching.encoder import OnLong, PromptEncoder
+from ddbatch.data.batching.stop_strings import StopStrings
 from ddbatch.data.batching.turns import Turns
 from ddbatch.data.source.files import list_inputs
 from ddbatch.data.source.formats import Select
@@ -21,6 +22,7 @@ from ddbatch.data.source.log import InputLog
 from ddbatch.jobs.estimating.costs import ID_BYTES, TEXT_BYTES, Totals, disk_bytes, scale_up
 from ddbatch.jobs.estimating.measuring import Bounds, Measured, ShownPrompt, batches, measure
 from ddbatch.jobs.generating.opening import look_at_columns, open_encoder, pin_date
+from ddbatch.jobs.generating.sampling_options import check_stops, run_sampling
 from ddbatch.jobs.show import (
     clipped,
     clipped_ids,
@@ -42,13 +44,15 @@ def run(config: Config) -> int:
     """Print the estimate; returns the exit code."""
     bounds = _bounds(config)
     encoder = open_encoder(config, pin_date(config, None))
+    finder = StopStrings(encoder.tokenizer, skip_special_tokens=config.output.skip_special_tokens)
+    check_stops(config, run_sampling(config).stop, finder)
     inputs = _scan(config)
     columns = look_at_columns(config, inputs)
     num_rows = min(inputs.log.num_rows, config.estimate.rows or inputs.log.num_rows)
     found = Measured()
     with Ticker(num_rows, "rows") as ticker:
         for batch in batches(inputs.rows(0, num_rows)):
-            measure(batch, columns, encoder, bounds, found)
+            measure(batch, columns, encoder, finder, bounds, found)
             ticker.show(found.rows)
     totals = scale_up(found, inputs.log.num_rows, config.sampling.n, bounds)
     print(report(config, inputs.log, columns, bounds, found, totals))
@@ -76,6 +80,7 @@ def _bounds(config: Config) -> Bounds:
         on_long=cast(OnLong, config.data.on_long),
         turns=cast(Turns, config.data.turns),
         output_tokens=config.estimate.output_tokens,
+        samples=config.sampling.n,
     )
 
 

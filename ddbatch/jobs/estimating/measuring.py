@@ -18,8 +18,10 @@ from ddbatch.core import Key, Prompt, Rejected
 from ddbatch.data.batching.columns import BadRow, Columns, Row
 from ddbatch.data.batching.encoder import Encoded, OnLong, PromptEncoder
 from ddbatch.data.batching.prompts import to_prompt
+from ddbatch.data.batching.stop_strings import StopStrings
 from ddbatch.data.batching.turns import Turns, num_turns, prompt_for_turn
 from ddbatch.jobs.estimating.histogram import Lengths
+from ddbatch.jobs.generating.sampling_options import row_refusal
 
 _BATCH_ROWS = 512
 _ANY_LENGTH = 2**31 - 1
@@ -29,7 +31,7 @@ _DIGEST_BYTES = 16
 @dataclass(frozen=True)
 class Bounds:
     """What a prompt must fit. max_len: prompt and output tokens together. output_tokens: what a
-    completion is expected to have; None = its cap."""
+    completion is expected to have; None = its cap. samples: of each row."""
 
     vocab: int
     max_len: int
@@ -37,6 +39,7 @@ class Bounds:
     on_long: OnLong
     turns: Turns
     output_tokens: int | None
+    samples: int
 
 
 @dataclass(frozen=True)
@@ -104,6 +107,7 @@ def measure(
     batch: Sequence[tuple[int, Row | BadRow]],
     columns: Columns,
     encoder: PromptEncoder,
+    finder: StopStrings,
     bounds: Bounds,
     found: Measured,
 ) -> None:
@@ -124,6 +128,8 @@ def measure(
     for prompt, encoded in zip(prompts, encodings, strict=True):
         if isinstance(encoded, Rejected):
             found.rejected[encoded.code] += 1
+        elif row_refusal(prompt.sampling, bounds.samples, finder) is not None:
+            found.rejected["bad_sampling"] += 1
         else:
             _add(prompt, encoded.token_ids, bounds, found)
 
