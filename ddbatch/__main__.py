@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from ddbatch import __version__
 from ddbatch.core import ExitCode, RunError
+from ddbatch.jobs.show import say
 from ddbatch.jobs.stopping import impatient
 
 if TYPE_CHECKING:
@@ -211,7 +212,7 @@ def _run(config: Config, run_job: Callable[[Config], int]) -> int:
     except BrokenPipeError:
         # Who read stdout is gone (`| head`): what is written to it from here on goes nowhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        print("ddbatch: error: stdout was closed before everything was said", file=sys.stderr)
+        say("ddbatch: error: stdout was closed before everything was said")
         return ExitCode.ENGINE
     except RunError as failure:
         print(f"ddbatch: error: {' '.join(str(failure).split())}", file=sys.stderr)

@@ -77,7 +77,7 @@ RULES: dict[str, Rule] = {
     "sampling.top_k": Rule(low=0, high=2**31 - 1),
     "sampling.min_p": FRACTION,
     "sampling.max_new_tokens": COUNT,
-    "sampling.n": COUNT,
+    "sampling.n": Rule(low=1, high=2**15 - 1),  # the type of the column `sample`
     "sampling.seed": Rule(low=0, high=2**63 - 1),
     "sampling.stop_token_ids": Rule(low=0),
     "sampling.top_logprobs": Rule(low=0, high=1024),  # 6 KiB a token
@@ -158,6 +158,8 @@ def shown(value: object) -> str:
         return "[" + ",".join(map(shown, value)) + "]"
     if value is None:
         return "null"
+    if value == "":
+        return '""'
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -222,7 +224,8 @@ def _check_together(config: Config) -> None:
     _check_method(config)
     _check_stops(config)
     if sampling.n > 1 and sampling.temperature == 0:
-        text = f"sampling.n={sampling.n} with sampling.temperature=0: all samples would be equal"
+        text = f"sampling.n={sampling.n} with sampling.temperature=0: all samples would be equal; "
+        text += "allowed: sampling.n=1, or a temperature above 0"
         raise ValueError(text)
     if sampling.top_logprobs > 0 and not sampling.logprobs:
         raise ValueError(
@@ -252,7 +255,7 @@ def _check_stops(config: Config) -> None:
     if stop and stop_file is not None:
         raise ValueError("sampling.stop and sampling.stop_file: set one, not both")
     if stop_file is not None and not Path(stop_file).is_file():
-        raise ValueError(f"sampling.stop_file={stop_file}: no such file")
+        raise ValueError(f"sampling.stop_file={stop_file}: no such file (expected a text file)")
 
 
 def _check_method(config: Config) -> None:

@@ -125,6 +125,7 @@ def test_an_unknown_job_gets_did_you_mean() -> None:
         ("sampling__temperature", -0.1, "0 or a number >= 1e-06"),
         ("sampling__temperature", 1e-38, "0 or a number >= 1e-06"),
         ("sampling__top_k", 2**31, "an integer in [0, 2147483647]"),
+        ("sampling__n", 2**15, "an integer in [1, 32767]"),
         ("sampling__temperature", float("nan"), "0 or a number >= 1e-06"),
         ("sampling__top_p", 0.0, "a number in (0, 1]"),
         ("sampling__top_p", 1.1, "a number in (0, 1]"),
@@ -198,9 +199,14 @@ def test_also_built_values_belong_to_options_of_later_releases() -> None:
     assert set(ALSO_BUILT) <= set(LATER)
 
 
+def test_an_empty_stop_string_is_shown() -> None:
+    assert refusal(sampling__stop=["a", ""]).startswith('sampling.stop=[a,""]: expected a list')
+
+
 def test_temperature_zero_with_several_samples_is_refused() -> None:
     assert refusal(sampling__n=2) == (
-        "sampling.n=2 with sampling.temperature=0: all samples would be equal"
+        "sampling.n=2 with sampling.temperature=0: all samples would be equal; "
+        "allowed: sampling.n=1, or a temperature above 0"
     )
 
 

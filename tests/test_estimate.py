@@ -158,6 +158,16 @@ def test_rows_whose_own_sampling_does_not_go_with_the_run_are_counted(
     assert said_of(said, "rows") == "2 can run, 3 are rejected (3 bad_sampling)"
 
 
+def test_stops_that_a_run_refuses_are_refused(model: Path, tmp_path: Path) -> None:
+    data = write_rows(tmp_path / "p.jsonl", [{"prompt": "w1"}])
+    for name, value in (("stop", ["</s>"]), ("stop_token_ids", [97])):
+        config = Config(job="estimate")
+        config.model.path, config.data.path = str(model), str(data)
+        setattr(config.sampling, name, value)
+        with pytest.raises(ValueError, match=f"sampling.{name}="):
+            run(config)
+
+
 def test_an_input_without_a_good_row_is_told_and_shows_no_prompt(
     model: Path, tmp_path: Path, capsys: Captured
 ) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 
 import pytest
 from test_schema import finished, rejected
 
 from ddbatch.jobs.generating.progress import Progress
 from ddbatch.jobs.generating.tally import Tally
+from ddbatch.jobs.show import say
 
 
 class Clock:
@@ -96,3 +99,15 @@ def test_a_terminal_gets_a_bar(capsys: pytest.CaptureFixture[str]) -> None:
     said = capsys.readouterr().err
     assert "0/40, 4 tokens/s" in said
     assert "\r" in said
+
+
+def test_a_line_that_nobody_reads_any_more_ends_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who read stderr was killed: this line and the later ones go nowhere."""
+    reader, writer = os.pipe()
+    with os.fdopen(writer, "w") as stream:
+        monkeypatch.setattr(sys, "stderr", stream)
+        say("heard")
+        assert os.read(reader, 99) == b"heard\n"
+        os.close(reader)
+        for _ in range(3):
+            say("into the void")

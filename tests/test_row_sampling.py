@@ -69,7 +69,7 @@ def test_null_sets_nothing() -> None:
         ({"max_new_tokens": False}, "max_new_tokens=false: expected an integer >= 1"),
         ({"seed": 2**63}, "seed=9223372036854775808: expected an integer in [0, "),
         ({"stop": "END"}, "stop=END: expected a list, each item text, not empty"),
-        ({"stop": ["a", ""]}, "stop=[a,]: expected a list, each item text, not empty"),
+        ({"stop": ["a", ""]}, 'stop=[a,""]: expected a list, each item text, not empty'),
         ({"stop": ["\ud800"]}, "not empty, without lone surrogates"),
         ({"stop": ["x\ufffd"]}, "and without U+FFFD"),
         ({"stop": [1]}, "stop=[1]: expected a list, each item text"),

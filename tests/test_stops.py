@@ -124,7 +124,7 @@ def test_a_row_that_does_not_go_with_the_run_is_rejected(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["sampling.stop=['']"], "sampling.stop=[]: expected a list, each item text, not empty"),
+        (["sampling.stop=['']"], 'sampling.stop=[""]: expected a list, each item text, not empty'),
         (["sampling.stop=['a\ufffd']"], "each item text, not empty, without lone surrogates"),
         (["sampling.stop=['</s>']"], "sampling.stop=[</s>]: '</s>' is a special token"),
         (["sampling.stop=[a]", "sampling.stop_file=FILE"], "set one, not both"),

@@ -22,7 +22,7 @@ from ddbatch.data.source.log import InputLog
 from ddbatch.jobs.estimating.costs import ID_BYTES, TEXT_BYTES, Totals, disk_bytes, scale_up
 from ddbatch.jobs.estimating.measuring import Bounds, Measured, ShownPrompt, batches, measure
 from ddbatch.jobs.generating.opening import look_at_columns, open_encoder, pin_date
-from ddbatch.jobs.generating.sampling_options import check_stops, run_sampling
+from ddbatch.jobs.generating.sampling_options import check_ids, check_stops, run_sampling
 from ddbatch.jobs.show import (
     clipped,
     clipped_ids,
@@ -46,6 +46,7 @@ def run(config: Config) -> int:
     encoder = open_encoder(config, pin_date(config, None))
     finder = StopStrings(encoder.tokenizer, skip_special_tokens=config.output.skip_special_tokens)
     check_stops(config, run_sampling(config).stop, finder)
+    check_ids(config, bounds.vocab)
     inputs = _scan(config)
     columns = look_at_columns(config, inputs)
     num_rows = min(inputs.log.num_rows, config.estimate.rows or inputs.log.num_rows)
@@ -176,7 +177,7 @@ def _prompt_lines(config: Config, bounds: Bounds, found: Measured) -> list[tuple
     if found.num_lowered:
         lowered = (
             f"{plural(found.num_lowered, 'row')}: the context leaves less room after the prompt "
-            f"than sampling.max_new_tokens={config.sampling.max_new_tokens}"
+            "than its cap (sampling.max_new_tokens, or the row's own)"
         )
         lines.append(("cap lowered", lowered))
     lines.append(("repeats", _repeats(found, has_ids=config.data.id_column is not None)))

@@ -7,7 +7,6 @@ identity and its input come before a weight is read, and weights before a file i
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -45,6 +44,7 @@ from ddbatch.jobs.generating.summary import done_text, left_text, print_summary
 from ddbatch.jobs.generating.tally import Tally
 from ddbatch.jobs.generating.units import Limits
 from ddbatch.jobs.generating.worker import Worker, units_done
+from ddbatch.jobs.show import say
 from ddbatch.jobs.stopping import patient
 
 OpenPair = Callable[[Config, int | None], Pair]
@@ -67,7 +67,7 @@ def generate(config: Config, open_pair: OpenPair) -> int:
     folder, manifest = opening.open_folder(config)
     note = escape_note(config)
     if note is not None:
-        print(f"note: {note}", file=sys.stderr)
+        say(f"note: {note}")
     start = _look(config, open_pair, folder, manifest)
     attempt, decoder = new_attempt(), None
     if manifest is None:
@@ -180,7 +180,7 @@ def _open_state(
         log = read_log(folder)
         for shard in log.shards:
             for moved in repair(folder, shard, log.samples, attempt):
-                print(f"note: moved aside: {moved}", file=sys.stderr)
+                say(f"note: moved aside: {moved}")
     inputs = open_log(
         folder,
         attempt,
@@ -192,7 +192,7 @@ def _open_state(
         scanned=start.scanned,
     )
     if inputs.growth is not None:
-        print(f"note: {inputs.growth}", file=sys.stderr)
+        say(f"note: {inputs.growth}")
     tally = Tally(inputs.log.num_rows * inputs.log.samples)
     for shard in inputs.log.shards:
         records = recover(folder, shard.index)
@@ -251,8 +251,8 @@ def _work(
             progress.close()
         seconds = time.monotonic() - started
         if stop.signal_name is not None:
-            print(f"ddbatch: stopped by {stop.signal_name}", file=sys.stderr)
-            print(left_text(tally, seconds), file=sys.stderr)
+            say(f"ddbatch: stopped by {stop.signal_name}")
+            say(left_text(tally, seconds))
             return ExitCode.STOPPED, f"stopped by {stop.signal_name}"
         notes = end_notes(setting.pair, feed)
         print_summary(config.output_dir, tally, decoder.plan, decoder.figures, seconds, notes)

@@ -6,7 +6,6 @@ Knows how they follow each other, and what is told about them. Imports no engine
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +25,7 @@ from ddbatch.data.export.merging import Places, places_by_column, places_by_key
 from ddbatch.data.export.parts import Part, Rows
 from ddbatch.data.export.publishing import DataSet, check_place, leftovers
 from ddbatch.jobs.merge_runs import Run, open_runs
-from ddbatch.jobs.show import aligned, size
+from ddbatch.jobs.show import aligned, say, size
 from ddbatch.jobs.ticker import Ticker
 
 # About so many bytes of rows are worked on at a time.
@@ -67,7 +66,7 @@ def run(config: Config) -> int:
     _refuse_inside(options.output_dir, place, runs)
     plan = _plan(options, runs)
     for note in _notes(place, runs):
-        print(f"note: {note}", file=sys.stderr)
+        say(f"note: {note}")
     file_type: Literal["parquet", "jsonl"] = "parquet"
     if is_batch or options.file_type == "jsonl":
         file_type = "jsonl"

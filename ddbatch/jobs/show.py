@@ -1,10 +1,13 @@
-"""How figures are shown to people: aligned columns, units, ranges, spans of time.
+"""How figures are shown to people: aligned columns, units, ranges, spans of time; and lines on
+stderr.
 
 Knows nothing about what they mean.
 """
 
 from __future__ import annotations
 
+import os
+import sys
 import textwrap
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +24,16 @@ class Range:
 _WIDTH = 100
 _SHOWN_LINES = 10  # of a long text, at its head and at its tail
 _BYTES = ("B", "kB", "MB", "GB", "TB", "PB")
+
+
+def say(text: str) -> None:
+    """A line on stderr. Where nobody reads it any more (`| tail` was killed), this and all that
+    follows goes nowhere: a run must not end for it.
+    """
+    try:
+        print(text, file=sys.stderr, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
 
 def aligned(table: Sequence[Sequence[str]], *, right: Collection[int] = ()) -> str:

@@ -11,6 +11,8 @@ from types import TracebackType
 
 from tqdm import tqdm
 
+from ddbatch.jobs.show import say
+
 LINE_SECONDS = 30.0
 
 
@@ -39,4 +41,4 @@ class Ticker:
         now = time.monotonic()
         if self._bar.disable and now - self._last_line >= LINE_SECONDS:
             self._last_line = now
-            print(f"{done:,} of {self._total:,} {self._what}", file=sys.stderr, flush=True)
+            say(f"{done:,} of {self._total:,} {self._what}")

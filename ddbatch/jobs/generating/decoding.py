@@ -6,7 +6,6 @@ about text, files of prompts or parts.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -19,6 +18,8 @@ from ddbatch.engine.engine import Engine, EngineStats
 from ddbatch.engine.numerics import Numerics, measure_numerics
 from ddbatch.engine.plan import AUTO_PAGE_CUDA, Method, choose_method, plan_cache, plan_shapes
 from ddbatch.jobs.generating.decoder import DecoderFigures
+from ddbatch.jobs.generating.sampling_options import check_ids
+from ddbatch.jobs.show import say
 from ddbatch.models.decoder import Target
 from ddbatch.models.decoder_config import read_generation_config
 from ddbatch.models.dflash import DFlash, read_drafter_dims
@@ -36,16 +37,14 @@ def open_pair(config: Config, eos_token_id: int | None) -> EnginePair:
     folder = Path(config.model.path)
     target = read_target_dims(folder)
     drafter = None
-    if config.drafter.path is None:
-        print("drafter.path is not set: plain autoregressive decoding", file=sys.stderr)
-    else:
+    if config.drafter.path is not None:
         drafter = read_drafter_dims(Path(config.drafter.path))
         check_pair(target, drafter, config.drafter.block)
     advice = read_generation_config(folder)
     eos = {*advice.eos_token_ids, *target.eos_token_ids}
     if eos_token_id is not None:
         eos.add(eos_token_id)
-    _check_ids(config, target.vocab)
+    check_ids(config, target.vocab)
     pair = EnginePair(
         config=config,
         target=target,
@@ -59,6 +58,8 @@ def open_pair(config: Config, eos_token_id: int | None) -> EnginePair:
         recommended=advice.recommended,
     )
     pair.plan(None)  # a plan above a limit is refused now
+    if drafter is None:
+        say("drafter.path is not set: plain autoregressive decoding")
     return pair
 
 
@@ -138,7 +139,7 @@ class EnginePair:
         if self.dtype != "float32":
             numerics = measure_numerics(target, drafter, plan)
             if not numerics.is_sound:
-                print(f"note: {numerics}", file=sys.stderr)
+                say(f"note: {numerics}")
         return EngineDecoder(
             target,
             drafter,
@@ -244,21 +245,6 @@ class EngineDecoder:
         now = EngineStats() if self._engine is None else self._engine.stats
         return EngineStats(
             *(getattr(self._past, f.name) + getattr(now, f.name) for f in fields(EngineStats))
-        )
-
-
-def _check_ids(config: Config, vocab: int) -> None:
-    """ValueError for a stop token that the model cannot emit, or more log-probs than tokens."""
-    token_ids, top = config.sampling.stop_token_ids, config.sampling.top_logprobs
-    for token_id in token_ids:
-        if token_id >= vocab:
-            raise ValueError(
-                f"sampling.stop_token_ids={token_ids}: {token_id} is outside the vocabulary; "
-                f"allowed: 0..{vocab - 1}"
-            )
-    if top > vocab:
-        raise ValueError(
-            f"sampling.top_logprobs={top}: the vocabulary has {vocab} tokens; allowed: 0..{vocab}"
         )
 
 

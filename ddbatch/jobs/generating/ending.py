@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-
 from ddbatch.config import Config
 from ddbatch.core import ExitCode
 from ddbatch.jobs.generating.decoder import Pair
 from ddbatch.jobs.generating.feed import Feed
 from ddbatch.jobs.generating.tally import Tally
-from ddbatch.jobs.show import plural
+from ddbatch.jobs.show import plural, say
 
 
 def verdict(config: Config, tally: Tally) -> int:
@@ -17,7 +15,7 @@ def verdict(config: Config, tally: Tally) -> int:
     counts = tally.committed
     if counts.rejected.total() <= config.output.max_error_rate * counts.num_rows:
         return ExitCode.DONE
-    print(f"ddbatch: error: {_rejected_text(config, tally)}", file=sys.stderr)
+    say(f"ddbatch: error: {_rejected_text(config, tally)}")
     return ExitCode.TOO_MANY_REJECTED
 
 

@@ -5,7 +5,6 @@ Best effort: nothing that keeps the run right depends on it, and a failure must 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -18,6 +17,7 @@ from ddbatch.data.commits import clean_tmp
 from ddbatch.data.fingerprint import hash_weights
 from ddbatch.data.folder import RunFolder
 from ddbatch.jobs.generating.decoder import Pair
+from ddbatch.jobs.show import say
 
 
 def about_attempt(config: Config, pair: Pair) -> dict[str, object]:
@@ -41,16 +41,15 @@ def note_changes(folder: RunFolder, about: Mapping[str, object]) -> None:
     try:
         attempts = read_attempts(folder)
     except RunError as error:  # nothing that keeps the run right depends on them
-        print(f"note: {error}", file=sys.stderr)
+        say(f"note: {error}")
         return
     sizes = ("part_rows", "part_seconds", "shard_rows")
     names = [name for name in about if name not in sizes]
     changed = [name for name in names if attempts and attempts[-1].about.get(name) != about[name]]
     if changed:
-        print(
+        say(
             f"note: {', '.join(changed)} changed since the last start; in {about.get('dtype')} "
-            "completions of both are equal up to the numerics rule (near-ties may part)",
-            file=sys.stderr,
+            "completions of both are equal up to the numerics rule (near-ties may part)"
         )
 
 
@@ -59,7 +58,7 @@ def sweep(folder: RunFolder) -> None:
     try:
         clean_tmp(folder, {attempt.name for attempt in read_attempts(folder) if attempt.is_over})
     except (OSError, RunError) as error:
-        print(f"note: tmp folders are not swept: {error}", file=sys.stderr)
+        say(f"note: tmp folders are not swept: {error}")
 
 
 def note_end(folder: RunFolder, attempt: str, code: int, reason: str) -> None:
@@ -67,6 +66,6 @@ def note_end(folder: RunFolder, attempt: str, code: int, reason: str) -> None:
     try:
         end_attempt(folder, attempt, code, reason)
     except OSError as error:
-        print(f"note: the end of attempt {attempt} is not noted: {error}", file=sys.stderr)
+        say(f"note: the end of attempt {attempt} is not noted: {error}")
     with suppress(OSError):  # what is not committed stays for the next start to sweep
         folder.tmp(attempt).rmdir()

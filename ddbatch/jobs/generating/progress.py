@@ -14,7 +14,7 @@ from collections.abc import Callable
 from tqdm import tqdm
 
 from ddbatch.jobs.generating.tally import Tally
-from ddbatch.jobs.show import duration, ranged, share
+from ddbatch.jobs.show import duration, ranged, say, share
 from ddbatch.jobs.ticker import LINE_SECONDS
 
 WINDOW_SECONDS = 60.0
@@ -63,7 +63,7 @@ class Progress:
         elif now - self._last_line >= LINE_SECONDS:
             self._last_line = now
             head = f"committed {tally.committed.units:,}/{tally.num_units:,} rows"
-            print(f"{head}, {self._text(tally)}", file=sys.stderr, flush=True)
+            say(f"{head}, {self._text(tally)}")
 
     def close(self) -> None:
         """Take the bar off the screen."""

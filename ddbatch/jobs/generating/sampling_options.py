@@ -84,6 +84,21 @@ def check_stops(config: Config, stop: tuple[str, ...], finder: StopStrings) -> N
             raise ValueError(f"sampling.{key}={value}: {string!r} {refusal}")
 
 
+def check_ids(config: Config, vocab: int) -> None:
+    """ValueError for a stop token that the model cannot emit, or more log-probs than tokens."""
+    token_ids, top = config.sampling.stop_token_ids, config.sampling.top_logprobs
+    for token_id in token_ids:
+        if token_id >= vocab:
+            raise ValueError(
+                f"sampling.stop_token_ids={token_ids}: {token_id} is outside the vocabulary; "
+                f"allowed: 0..{vocab - 1}"
+            )
+    if top > vocab:
+        raise ValueError(
+            f"sampling.top_logprobs={top}: the vocabulary has {vocab} tokens; allowed: 0..{vocab}"
+        )
+
+
 def escape_note(config: Config) -> str | None:
     """What to say where a stop string seems to be meant with an escape; None = nothing."""
     stop = config.sampling.stop
