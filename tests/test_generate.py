@@ -13,8 +13,8 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
-from fake import VOCAB, write_tokenizer
-from tiny import edit_config, edit_tensors, load_tiny_pair
+from fake import VOCAB
+from tiny import edit_config, edit_tensors, load_tiny_pair, write_cli_pair
 from tokenizers import Tokenizer
 
 from ddbatch.__main__ import main
@@ -26,10 +26,7 @@ Captured = pytest.CaptureFixture[str]
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with target/ and drafter/."""
-    folder = tmp_path_factory.mktemp("pair")
-    load_tiny_pair(folder, vocab=VOCAB, block=4, max_positions=80)
-    write_tokenizer(folder / "target")
-    return folder
+    return write_cli_pair(tmp_path_factory.mktemp("pair"))
 
 
 def command(pair: Path, data: Path, out: Path, *more: str) -> list[str]:

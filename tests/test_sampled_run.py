@@ -8,9 +8,8 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
-from fake import VOCAB, write_tokenizer
 from runs import CONTENT, key_of, write_jsonl
-from tiny import load_tiny_pair, read_target
+from tiny import read_target, write_cli_pair
 
 from ddbatch.__main__ import main
 from ddbatch.core import Key, Sampling
@@ -32,10 +31,7 @@ SAMPLING = Sampling(0.9, 0.95, 30, 0.0, 7)
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with target/ and drafter/."""
-    folder = tmp_path_factory.mktemp("pair")
-    load_tiny_pair(folder, vocab=VOCAB, block=4, max_positions=80)
-    write_tokenizer(folder / "target")
-    return folder
+    return write_cli_pair(tmp_path_factory.mktemp("pair"))
 
 
 class Runs:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from fake import VOCAB, write_tokenizer
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -232,6 +233,14 @@ def load_tiny_pair(tmp_path: Path, **sizes: Any) -> tuple[Target, DFlash]:
     target_folder = write_target(tmp_path / "target", **for_target)
     drafter_folder = write_drafter(tmp_path / "drafter", target_folder=target_folder, **for_drafter)
     return read_target(target_folder), read_drafter(drafter_folder, target_folder)
+
+
+def write_cli_pair(folder: Path) -> Path:
+    """A pair for whole commands, in folder/target and folder/drafter; the fake engine's tokenizer
+    and vocabulary."""
+    load_tiny_pair(folder, vocab=VOCAB, block=4, max_positions=80)
+    write_tokenizer(folder / "target")
+    return folder
 
 
 def read_target(folder: Path, dtype: str = "float32") -> Target:

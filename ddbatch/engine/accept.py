@@ -31,12 +31,11 @@ def accept(state: RoundState) -> None:
     is_bad_BK = ~state.is_finite_BN.gather(1, found.path_BK)
     num_good_B = first_place(is_bad_BK & (place_K < most_B[:, None]), most_B)
     stops_BK = state.sampling.is_stop(state.slot_B[:, None], found.emitted_BK)
-    num_kept_B = first_place(stops_BK & (place_K < num_good_B[:, None]), num_good_B - 1) + 1
-    has_stop_B = stops_BK.gather(1, (num_kept_B - 1).clamp(min=0)[:, None]).squeeze(1)
-    has_stop_B &= num_kept_B > 0
+    stops_BK &= place_K < num_good_B[:, None]
+    num_kept_B = first_place(stops_BK, num_good_B - 1) + 1
     finish_B = torch.where(num_kept_B >= room_B, int(Finish.LENGTH), int(Finish.LIVE))
     finish_B = torch.where(num_good_B < most_B, int(Finish.NAN_LOGITS), finish_B)
-    finish_B = torch.where(has_stop_B, int(Finish.STOP), finish_B)
+    finish_B = torch.where(stops_BK.any(dim=1), int(Finish.STOP), finish_B)
     state.path_BK.copy_(found.path_BK)
     state.emitted_BK.copy_(found.emitted_BK)
     state.num_emitted_B.copy_(torch.where(state.active_B, num_kept_B, 0))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -31,7 +32,7 @@ class DrawnScores:
     perturbed_TV: Tensor
     sampling: Sampling
 
-    @property
+    @cached_property
     def tokens(self) -> Tensor:
         """The drawn tokens, int64 [T]; of equal perturbed scores the lower id."""
         threshold_T = kept_bounds(self.scaled_TV, self.sampling, 0.0).may

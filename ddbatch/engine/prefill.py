@@ -22,7 +22,7 @@ from ddbatch.engine.state import Finish, RoundState, cell_of, prefix_keys
 from ddbatch.engine.windows import layer_keys
 from ddbatch.models.decoder import Target
 from ddbatch.models.dflash import DFlash
-from ddbatch.models.layers import LayerKeys, Planes, Ragged
+from ddbatch.models.layers import Planes, Ragged
 
 
 class Placed(NamedTuple):
@@ -118,7 +118,16 @@ def _prefill_call(
         token_BQ=begin_R[:, None] + torch.minimum(index_Q, size_R[:, None] - 1),
         place_T=row_T * max(sizes) + index_T,
     )
-    keys = _causal_keys(state, slot_R, start_R, size_R, max(starts), ragged, target.dims.window)
+    addr_RS, is_visible_RQZ = _visible(state, slot_R, start_R, size_R, max(starts), max(sizes))
+    keys = layer_keys(
+        addr_RS,
+        is_visible_RQZ,
+        # A place beyond a piece repeats its last token, at that token's position.
+        pos_T[ragged.token_BQ],
+        window=target.dims.window,
+        dtype=state.scratch.k_LXGE.dtype,
+        ragged=ragged,
+    )
     tap_layers = () if drafter is None else drafter.dims.tap_layers
     out = target(
         token_T,
@@ -140,31 +149,16 @@ def _prefill_call(
         _first_token(state, ends, target.logits(out.hidden_TD[last_R]))
 
 
-def _causal_keys(
-    state: RoundState,
-    slot_R: Tensor,
-    start_R: Tensor,
-    size_R: Tensor,
-    cached: int,
-    ragged: Ragged,
-    window: int | None,
-) -> LayerKeys:
-    """A token sees its prompt's earlier tokens: `cached` places of the cache, then its call's."""
+def _visible(
+    state: RoundState, slot_R: Tensor, start_R: Tensor, size_R: Tensor, cached: int, queries: int
+) -> tuple[Tensor, Tensor]:
+    """Cells of `cached` places of the cache, and what a token sees of them and of its call: its
+    prompt's earlier tokens (bool)."""
     addr_RS, exists_RS = prefix_keys(state, slot_R, start_R, cached)
-    queries = ragged.token_BQ.shape[1]
     index_Q = torch.arange(queries, device=slot_R.device)
     is_earlier_RQQ = (index_Q[:, None] >= index_Q) & (index_Q < size_R[:, None, None])
-    is_visible_RQZ = torch.cat((exists_RS[:, None].expand(-1, queries, -1), is_earlier_RQQ), dim=2)
-    # A place beyond a piece repeats its last token, at that token's position.
-    pos_RQ = start_R[:, None] + torch.minimum(index_Q, size_R[:, None] - 1)
-    return layer_keys(
-        addr_RS,
-        is_visible_RQZ,
-        pos_RQ,
-        window=window,
-        dtype=state.scratch.k_LXGE.dtype,
-        ragged=ragged,
-    )
+    is_cached_RQS = exists_RS[:, None].expand(-1, queries, -1)
+    return addr_RS, torch.cat((is_cached_RQS, is_earlier_RQQ), dim=2)
 
 
 def _first_token(state: RoundState, ends: list[Piece], logits_RV: Tensor) -> None:
