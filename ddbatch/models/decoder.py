@@ -20,7 +20,6 @@ from ddbatch.models.layers import (
     Linear,
     Planes,
     RmsNorm,
-    VisibleKeys,
     apply_rope,
     attend,
     frozen,
@@ -73,11 +72,9 @@ class DecoderLayer(nn.Module):
         k_TGE = kv[:, :G] if self.k_norm is None else self.k_norm(kv[:, :G])
         return apply_rope(k_TGE, rope_T2E), kv[:, G:]
 
-    def finish(
-        self, x_TD: Tensor, heads: Heads, cache: Planes, layer: int, keys: VisibleKeys
-    ) -> Tensor:
-        """The layer's output: its input plus attention, plus the MLP of that."""
-        x_TD = x_TD + self.out(attend(*heads, cache, layer, keys))
+    def finish(self, x_TD: Tensor, attended_TX: Tensor) -> Tensor:
+        """The layer's output: its input plus attention ([T, H * E]), plus the MLP of that."""
+        x_TD = x_TD + self.out(attended_TX)
         out_TD: Tensor = x_TD + self.mlp(self.mlp_norm(x_TD))
         return out_TD
 
@@ -151,7 +148,7 @@ class Target(nn.Module):
             scratch.k_LXGE[number, : len(x_TD)].copy_(heads.k_TGE)
             scratch.v_LXGE[number, : len(x_TD)].copy_(heads.v_TGE)
             visible = keys.under(self.dims.windows[number])
-            x_TD = layer.finish(x_TD, heads, cache, number, visible)
+            x_TD = layer.finish(x_TD, attend(*heads, cache, number, visible))
             if number in tap_layers:
                 tapped.append(x_TD)
         feature_TC = torch.cat(tapped, dim=-1) if tapped else x_TD[:, :0]

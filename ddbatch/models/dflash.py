@@ -19,7 +19,7 @@ from ddbatch.models.config_file import ConfigFile
 from ddbatch.models.decoder import DecoderLayer
 from ddbatch.models.decoder_config import read_decoder, read_layer_types
 from ddbatch.models.dims import DrafterDims
-from ddbatch.models.layers import LayerKeys, Linear, Planes, RmsNorm, rope_table
+from ddbatch.models.layers import LayerKeys, Linear, Planes, RmsNorm, attend, rope_table
 
 
 def read_drafter_dims(folder: Path) -> DrafterDims:
@@ -129,7 +129,7 @@ class DFlash(nn.Module):
             assert isinstance(layer, DecoderLayer)
             heads = layer.project(x_TD, rope_T2E)
             visible = keys.under(self.dims.decoder.windows[number])
-            x_TD = layer.finish(x_TD, heads, cache, number, visible)
+            x_TD = layer.finish(x_TD, attend(*heads, cache, number, visible))
         hidden_TD: Tensor = self.norm(x_TD)
         return hidden_TD
 

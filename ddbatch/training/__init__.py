@@ -1,0 +1,1 @@
+"""Training: the DFlash recipe, and the script that makes the embedded pair."""

@@ -1,0 +1,1 @@
+"""How the embedded pair is made: prompts, the teacher's texts, a tokenizer, a target, a drafter."""
