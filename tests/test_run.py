@@ -277,13 +277,8 @@ def test_long_prompts_are_rejected_or_cut_and_said(tmp_path: Path, capsys: Captu
     assert "2 prompts cut at the beginning" in capsys.readouterr().out
 
 
-def test_room_grows_with_the_prompts_and_shorter_ones_stay(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(feed_module, "WINDOW_UNITS", 4)
-    monkeypatch.setattr(worker_module, "_MIN_ROOM", 16)
-    lengths = [2, 3, 1, 2, 30, 1, 3, 2, 70, 5]
-    run = Run(tmp_path, [{"token_ids": [5] * length} for length in lengths])
+def decoders(monkeypatch: pytest.MonkeyPatch) -> list[fake.FakeDecoder]:
+    """The decoders that runs make from here on."""
     made: list[fake.FakeDecoder] = []
 
     class Seen(fake.FakeDecoder):
@@ -292,9 +287,31 @@ def test_room_grows_with_the_prompts_and_shorter_ones_stay(
             made.append(self)
 
     monkeypatch.setattr(fake, "FakeDecoder", Seen)
+    return made
+
+
+def test_room_grows_with_the_prompts_and_shorter_ones_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(feed_module, "WINDOW_UNITS", 4)
+    monkeypatch.setattr(worker_module, "_MIN_ROOM", 16)
+    lengths = [2, 3, 1, 2, 30, 1, 3, 2, 70, 5]
+    run = Run(tmp_path, [{"token_ids": [5] * length} for length in lengths])
+    made = decoders(monkeypatch)
     assert run("shards.rows=100") == 0
     assert made[0].grown == [16, 64, 80]
     assert run.all_keys() == rows_of(10)
+
+
+def test_room_for_output_does_not_grow_row_by_row_where_the_context_is_the_cap(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine drains for it; the longest prompts, which have the least room, come first."""
+    run = Run(tmp_path, [{"token_ids": [5] * length} for length in range(20, 1, -1)])
+    made = decoders(monkeypatch)
+    assert run("sampling.max_new_tokens=1000") == 0
+    assert made[0].grown == [80]
+    assert run.all_keys() == rows_of(19)
 
 
 def test_refill_does_not_drain_at_the_end_of_a_shard(tmp_path: Path, capsys: Captured) -> None:

@@ -205,9 +205,14 @@ class Worker:
             self._feed.close_shard(shard)
 
     def _grow(self, length: int, max_new_tokens: int) -> None:
-        """Room for a longer sequence, doubled so that it happens a few times in a run at most."""
-        room = max(_MIN_ROOM, 1 << (length - 1).bit_length())
-        self._decoder.grow(
-            max_len=max(self._decoder.max_len, min(room, self._max_len)),
-            max_new_tokens=max(self._decoder.max_new_tokens, max_new_tokens),
-        )
+        """Room for a longer sequence or a longer output, doubled so that it happens a few times in
+        a run at most: the engine drains for it."""
+        max_len = max(self._decoder.max_len, min(max(_MIN_ROOM, _doubled(length)), self._max_len))
+        # Where the context limits them, every row may have another cap: each prompt has a token.
+        room = min(_doubled(max_new_tokens), max_len - 1)
+        self._decoder.grow(max_len=max_len, max_new_tokens=max(self._decoder.max_new_tokens, room))
+
+
+def _doubled(count: int) -> int:
+    """The next power of two."""
+    return 1 << (count - 1).bit_length()
