@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from ddbatch import __version__
 from ddbatch.core import ExitCode, RunError
+from ddbatch.demo import OUTPUT_DIR, is_demo
 from ddbatch.jobs.show import say
 from ddbatch.jobs.stopping import impatient
 
@@ -33,6 +34,8 @@ A DFlash drafter and DDTree draft trees make it fast; every completion is what
 the target model alone would have said.
 
 usage: python -m ddbatch [job=JOB] KEY=VALUE ...
+       python -m ddbatch      a demo: a tiny pair and prompts that come with
+                              ddbatch; it writes to outputs/demo
 
 Jobs
   generate            decode every prompt of a dataset (the default); the same
@@ -43,7 +46,7 @@ Jobs
   merge               one clean dataset of it: merge.output_dir=DIR
   not built yet:      verify bench sweep probe train report
 
-Required
+Required (the demo is what runs without model, drafter and prompts)
   model.path=DIR      the target: a Hugging Face checkpoint folder
   data.path=DATA      the prompts: .jsonl, .jsonl.gz, .parquet or .arrow files,
                       a folder of them, a glob, a save_to_disk folder, a hub
@@ -84,6 +87,9 @@ def main(argv: Sequence[str] | None = None, run_job: Callable[[Config], int] | N
     run_job: what runs an accepted configuration; None = the job that it names.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
+    # Read when torch is imported: its threads sleep while they wait. Those that spin make decoding
+    # 20 times slower where other programs use the cores.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     if isinstance(sys.stdout, TextIOWrapper):  # a terminal that knows only ASCII must not end a job
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
@@ -105,7 +111,8 @@ def _main(arguments: Sequence[str], run_job: Callable[[Config], int] | None) -> 
         with impatient():
             configs = _configure(arguments)
     except ValueError as error:
-        return _refuse(error)
+        _print_error(error, getattr(error, "hint", None))
+        return ExitCode.USAGE
     codes = []
     for number, config in enumerate(configs, 1):
         if len(configs) > 1:
@@ -215,21 +222,27 @@ def _run(config: Config, run_job: Callable[[Config], int]) -> int:
         say("ddbatch: error: stdout was closed before everything was said")
         return ExitCode.ENGINE
     except RunError as failure:
-        print(f"ddbatch: error: {' '.join(str(failure).split())}", file=sys.stderr)
+        _print_error(failure, _place_hint(config, failure))
         return ExitCode.ENGINE
     except ValueError as error:
         # A subclass (bad JSON, bad Unicode, Arrow) comes from a library that we forgot to guard.
         if type(error) is not ValueError:
             raise
-        return _refuse(error)
+        _print_error(error, _place_hint(config, error))
+        return ExitCode.USAGE
 
 
-def _refuse(error: ValueError) -> int:
+def _place_hint(config: Config, error: Exception) -> str | None:
+    """Who runs the demo may never have heard of output_dir."""
+    if config.output_dir != OUTPUT_DIR or not is_demo(config) or OUTPUT_DIR not in str(error):
+        return None
+    return f"the demo writes to {OUTPUT_DIR} unless it is told another place: add output_dir=DIR"
+
+
+def _print_error(error: Exception, hint: str | None) -> None:
     print(f"ddbatch: error: {' '.join(str(error).split())}", file=sys.stderr)
-    hint = getattr(error, "hint", None)
     if hint is not None:
         print(f"ddbatch: hint: {hint}", file=sys.stderr)
-    return ExitCode.USAGE
 
 
 if __name__ == "__main__":

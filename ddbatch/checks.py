@@ -189,10 +189,7 @@ def check(config: Config) -> None:
     required = REQUIRED_BY_JOB.get(config.job, REQUIRED)
     unset = [key for key in required if option(config, key) in (None, "", MISSING)]
     if unset:
-        is_demo = config.job == "generate" and {"model.path", "data.path"} <= set(unset)
-        is_demo = is_demo and config.drafter.path is None
-        demo = " (the embedded demo, which would need none, is not built yet)" if is_demo else ""
-        raise ValueError(f"required and not set: {', '.join(unset)}{demo}")
+        raise ValueError(f"required and not set: {', '.join(unset)}")
 
 
 def check_built(config: Config) -> None:

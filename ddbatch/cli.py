@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import argparse
 import re
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher, get_close_matches
+from pathlib import Path
 
 from ddbatch.checks import BUILT_JOBS, FREE_DICTS, JOBS, REQUIRED, REQUIRED_BY_JOB, RULES, check_job
 from ddbatch.config import option_types
+from ddbatch.demo import OUTPUT_DIR
 
 OPTION_TYPES = option_types()
 GROUPS = {key.split(".")[0] for key in OPTION_TYPES if "." in key}
-_PLACE = {"data.path": "DATA"}  # what a required option names, where it is no folder
 SEE_ALL = "python -m ddbatch --cfg job shows every option, --help some examples"
 
 LISTS = {
@@ -139,8 +141,16 @@ def hint_for(message: str, overrides: Sequence[Override]) -> str:
         job = next((item.typed for item in overrides if item.key == "job"), "job=generate")
         required = REQUIRED_BY_JOB.get(job.partition("=")[2], REQUIRED)
         start = ["python -m ddbatch", *([job] if job != "job=generate" else [])]
-        return " ".join([*start, *(f"{key}={_PLACE.get(key, 'DIR')}" for key in required)])
+        places = {"data.path": "DATA"}  # what an option names, where it is no folder
+        if job != "job=generate" and Path(OUTPUT_DIR, "manifest.json").is_file():
+            places["output_dir"] = OUTPUT_DIR  # of the demo's run, which was given no name
+        return " ".join([*start, *(f"{key}={places.get(key, 'DIR')}" for key in required)])
     return SEE_ALL
+
+
+def as_typed(key: str, value: str) -> str:
+    """KEY=VALUE of a text, so that neither the shell nor Hydra reads syntax in it."""
+    return shlex.quote(f"{key}={value if _is_plain(value) else _hydra_quoted(value)}")
 
 
 def quoting_hint(override: Override) -> str:
@@ -198,6 +208,8 @@ def _read_override(typed: str, is_extended: bool) -> Override:
     if group.split("/")[0] == "hydra":
         hint = "--config-dir=DIR adds a folder of your own YAML files"
         raise UsageError(f"{key}: the settings of Hydra itself are fixed", hint)
+    if key in REQUIRED and value == "null" and not prefix:
+        return Override(key, typed, f"{key}=???")  # their types have no null, which says: not set
     is_free = any(key == free or key.startswith(free + ".") for free in FREE_DICTS)
     if is_free and prefix != "~":
         return Override(key, typed, f"++{key}={value}")
@@ -217,6 +229,13 @@ def _is_plain(value: str) -> bool:
     """
     is_syntax = re.search(r"[\"'\\{}\[\](),=]|^\s|\s$", value) is not None
     return value != "" and value.lower() != "null" and not is_syntax
+
+
+def _hydra_quoted(value: str) -> str:
+    """A text in Hydra's quotes; backslashes count only where they precede a quote or ${."""
+    escaped = re.sub(r"(\\*)(\$\{)", r"\1\1\\\2", value)
+    escaped = re.sub(r'(\\*)"', r'\1\1\\"', escaped)
+    return '"' + re.sub(r"(\\+)$", r"\1\1", escaped) + '"'
 
 
 def _refuse_prefix(prefix: str, key: str, value: str) -> None:

@@ -16,6 +16,7 @@ from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ddbatch.checks import FILES, REQUIRED, check, check_job, option
+from ddbatch.demo import OUTPUT_DIR, demo_paths
 
 
 @dataclass
@@ -189,7 +190,10 @@ def option_types(group: type = Config, prefix: str = "") -> dict[str, object]:
 
 
 def load(composed: Mapping[str, object]) -> Config:
-    """The checked configuration of what Hydra composed; `~` is expanded in every path."""
+    """The checked configuration of what Hydra composed; `~` is expanded in every path.
+
+    Without a model, a drafter and prompts job=generate gets those of the embedded demo.
+    """
     # Hydra's +KEY=VALUE gets past the schema.
     unknown = sorted({str(key) for key in composed} - {item.name for item in fields(Config)})
     if unknown:
@@ -207,6 +211,12 @@ def load(composed: Mapping[str, object]) -> Config:
         raise ValueError(f"{getattr(error, 'full_key', None) or 'config'}: {reason}") from error
     assert isinstance(config, Config)
     check_job(config.job)
+    # An empty path, perhaps of an unset shell variable, is no wish for the demo: it is not missing.
+    is_demo = {"model.path", "data.path"} <= missing and config.drafter.path is None
+    if config.job == "generate" and is_demo:
+        config.model.path, config.drafter.path, config.data.path = demo_paths()
+        if "output_dir" in missing:
+            config.output_dir = OUTPUT_DIR
     for key in REQUIRED + FILES:
         group, _, name = key.rpartition(".")
         owner = option(config, group) if group else config

@@ -17,6 +17,7 @@ import pytest
 
 from ddbatch.__main__ import config_folder, main
 from ddbatch.checks import JOBS
+from ddbatch.cli import as_typed
 from ddbatch.config import Config
 
 CHECKOUT = Path(__file__).resolve().parent.parent
@@ -115,7 +116,11 @@ def test_a_job_that_is_not_built_answers_one_line(capsys: Captured) -> None:
 @pytest.mark.parametrize(
     ("job", "missing"),
     [
-        ("generate", "model.path, data.path, output_dir"),
+        ("generate drafter.path=/r", "model.path, data.path, output_dir"),
+        ("generate model.path=/m", "data.path, output_dir"),
+        ("generate data.path=/d", "model.path, output_dir"),
+        ("generate model.path= data.path=", "model.path, data.path, output_dir"),
+        ("generate output_dir=", "output_dir"),
         ("check", "output_dir"),
         ("status", "output_dir"),
         ("merge", "output_dir, merge.output_dir"),
@@ -123,14 +128,9 @@ def test_a_job_that_is_not_built_answers_one_line(capsys: Captured) -> None:
     ],
 )
 def test_each_job_names_all_that_it_needs(job: str, missing: str, capsys: Captured) -> None:
-    assert f"required and not set: {missing}" in refused(capsys, f"job={job}")[0]
-
-
-def test_all_missing_required_options_are_named(capsys: Captured) -> None:
-    error, hint = refused(capsys)
-    assert "model.path, data.path, output_dir" in error
-    assert "embedded demo" in error
-    assert "output_dir=DIR" in hint
+    error, hint = refused(capsys, *f"job={job}".split())
+    assert error == f"error: required and not set: {missing}"
+    assert all(f"{key}=D" in hint for key in missing.split(", "))
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_all_missing_required_options_are_named(capsys: Captured) -> None:
         ("engine.gate=maybe", "expected true or false", "--cfg job"),
         ("sampling.stop_token_ids=[a]", "expected a list like [1,2]", "--cfg job"),
         ("data.path=[a,b]", "expected text", "'data.path=\"[a,b]\"'"),
-        ("data.path=null", "expected text", "--cfg job"),
+        ("data.path=null", "required and not set: data.path", "data.path=DATA"),
         ("engine.budget=atuo", "did you mean auto?", "--cfg job"),
         ("engine.rows", "not of the form KEY=VALUE", "write engine.rows=VALUE"),
         ("--config-dir=/nowhere", "'/nowhere' not found", "--cfg job"),
@@ -195,6 +195,30 @@ def test_a_typo_gets_did_you_mean(typed: str, meant: str, capsys: Captured) -> N
         f"error: {typed}: no such option",
         f"hint: did you mean {meant}?",
     ]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *("out", "a b", " a ", "it's", 'say "it\'s"', "both\\", 'q\\"', "${x}", "\\${x} \\\\${"),
+        *(
+            "a=b,c",
+            "[a]",
+            "{a: 1}",
+            "~x",
+            "!x",
+            "null",
+            "2024_06",
+            "new\nline",
+            "h\u00e9",
+            "$HOME `x`",
+        ),
+    ],
+)
+def test_a_text_comes_back_from_how_it_is_typed(jobs: list[Config], value: str) -> None:
+    words = shlex.split(as_typed("output_dir", value))
+    assert main(["model.path=/m", "data.path=/d", *words]) == 0
+    assert jobs[0].output_dir == value
 
 
 def test_an_unknown_job_gets_did_you_mean(capsys: Captured) -> None:

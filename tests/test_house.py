@@ -16,7 +16,8 @@ ALLOWED: dict[str, set[str] | None] = {
     "ddbatch_kernels": {"torch", "triton"},
     "ddbatch.core": set(),
     "ddbatch.checks": {"ddbatch.config"},  # the type only
-    "ddbatch.config": {"omegaconf", "ddbatch.checks"},
+    "ddbatch.config": {"omegaconf", "ddbatch.checks", "ddbatch.demo"},
+    "ddbatch.demo": {"ddbatch.config"},  # the type only
     "ddbatch.models": {"ddbatch.core", "ddbatch_kernels", "torch", "safetensors"},
     "ddbatch.engine": {"ddbatch.core", "ddbatch.models", "ddbatch_kernels", "torch"},
     "ddbatch.data": {
@@ -37,6 +38,7 @@ ALLOWED: dict[str, set[str] | None] = {
         "ddbatch.cli",
         "ddbatch.config",
         "ddbatch.core",
+        "ddbatch.demo",
         "ddbatch.jobs",
         "hydra",
         "omegaconf",
@@ -46,9 +48,11 @@ ALLOWED: dict[str, set[str] | None] = {
         "ddbatch.checks",
         "ddbatch.config",
         "ddbatch.core",
+        "ddbatch.demo",
         "hydra",
         "omegaconf",
     },
+    "ddbatch.options": {"ddbatch.checks", "ddbatch.config"},
     "ddbatch": set(),
 }
 

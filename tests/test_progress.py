@@ -89,7 +89,7 @@ def test_a_clock_that_stands_still_does_no_harm(capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().err == ""
 
 
-def test_a_terminal_gets_a_bar(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_terminal_gets_a_bar_of_the_finished_rows(capsys: pytest.CaptureFixture[str]) -> None:
     clock, tally = Clock(), Tally(40)
     progress = Progress(tally, is_terminal=True, clock=clock)
     tally.add(0, [finished(1)])
@@ -97,7 +97,7 @@ def test_a_terminal_gets_a_bar(capsys: pytest.CaptureFixture[str]) -> None:
     progress.show(tally, 9)
     progress.close()
     said = capsys.readouterr().err
-    assert "0/40, 4 tokens/s" in said
+    assert "1/40, 4 tokens/s" in said
     assert "\r" in said
 
 

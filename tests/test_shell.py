@@ -30,7 +30,7 @@ TYPED = [
     ("data.keep_columns=a,b", "one value is expected", "'data.keep_columns=[a,b]'"),
     ("--model.path=/m", "no such flag", "did you mean model.path=VALUE?"),
     ("model.path = /m", "", "model.path=VALUE, without spaces"),
-    ("output_dir=out", "required and not set: model.path, data.path", "model.path=DIR"),
+    ("output_dir=out drafter.path=r", "not set: model.path, data.path", "model.path=DIR"),
     ("-m output_dir=a,a model.path=m data.path=d", "runs would share output_dir=", "out1,out2"),
     ("job=bench", "job=bench is not built yet", "built: generate"),
     ("job=merge output_dir=o", "required and not set: merge.output_dir", ""),
@@ -54,3 +54,17 @@ def test_a_mistake_in_a_shell_is_answered_in_two_lines(
     assert error in done.stderr
     assert hint in done.stderr
     assert not list(tmp_path.iterdir())
+
+
+def test_threads_of_torch_sleep_while_they_wait_unless_the_user_says_otherwise() -> None:
+    """Spinning ones made decoding 20 times slower on cores that others used too."""
+    code = "from ddbatch.__main__ import main; main(['--version']); import torch"
+    env = {name: text for name, text in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    env |= {"PYTHONPATH": str(CHECKOUT), "OMP_DISPLAY_ENV": "TRUE"}
+    for chosen, in_force in ((None, "PASSIVE"), ("active", "ACTIVE")):
+        if chosen is not None:
+            env["OMP_WAIT_POLICY"] = chosen
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60
+        )
+        assert f"OMP_WAIT_POLICY = '{in_force}'" in done.stderr, done.stderr

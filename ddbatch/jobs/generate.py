@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import cast
 
 from ddbatch.checks import check_built
@@ -32,7 +33,8 @@ from ddbatch.data.source.formats import Select
 from ddbatch.data.source.growth import Grow
 from ddbatch.data.source.inputs import Inputs, open_log, scan
 from ddbatch.data.source.log import read_log
-from ddbatch.jobs.generating import opening
+from ddbatch.demo import check_demo, demo_paths, is_demo
+from ddbatch.jobs.generating import closing, opening
 from ddbatch.jobs.generating.decoder import Decoder, Pair
 from ddbatch.jobs.generating.ending import end_notes, verdict
 from ddbatch.jobs.generating.feed import Feed
@@ -44,7 +46,7 @@ from ddbatch.jobs.generating.summary import done_text, left_text, print_summary
 from ddbatch.jobs.generating.tally import Tally
 from ddbatch.jobs.generating.units import Limits
 from ddbatch.jobs.generating.worker import Worker, units_done
-from ddbatch.jobs.show import say
+from ddbatch.jobs.show import say, size
 from ddbatch.jobs.stopping import patient
 
 OpenPair = Callable[[Config, int | None], Pair]
@@ -56,6 +58,13 @@ def run(config: Config) -> int:
     RunError where the engine is broken or the disk refuses.
     """
     check_built(config)
+    if is_demo(config):
+        check_demo()
+        weights = Path(demo_paths().model, "model.safetensors").stat().st_size
+        say(
+            f"ddbatch: the embedded demo: a tiny model ({size(weights)}) and its drafter; "
+            f"writes to {config.output_dir}"
+        )
     # Late: a refusal need not wait for torch.
     from ddbatch.jobs.generating.decoding import open_pair
 
@@ -85,6 +94,8 @@ def generate(config: Config, open_pair: OpenPair) -> int:
     if not tally.num_left:
         sweep(folder)
         print(done_text(config.output_dir, tally))
+        if is_demo(config):
+            print("\n" + closing.after_demo_text())
         return verdict(config, tally)
     decoder = decoder or start.setting.pair.load(tally.num_left, start.setting.finder)
     about = about_attempt(config, start.setting.pair)
@@ -257,6 +268,8 @@ def _work(
         notes = end_notes(setting.pair, feed)
         print_summary(config.output_dir, tally, decoder.plan, decoder.figures, seconds, notes)
         if not tally.num_left:
+            if tally.committed.completions:
+                print("\n" + closing.closing_text(config.output_dir, is_demo=is_demo(config)))
             sweep(folder)
         code = verdict(config, tally)
         return code, "done" if code == ExitCode.DONE else "too many rejected rows"

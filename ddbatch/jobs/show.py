@@ -7,6 +7,7 @@ Knows nothing about what they mean.
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import textwrap
 from collections.abc import Collection, Mapping, Sequence
@@ -22,6 +23,7 @@ class Range:
 
 
 _WIDTH = 100
+_LEAST_WIDTH = 40
 _SHOWN_LINES = 10  # of a long text, at its head and at its tail
 _BYTES = ("B", "kB", "MB", "GB", "TB", "PB")
 
@@ -34,6 +36,13 @@ def say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
+
+
+def width() -> int:
+    """Columns for people: 100, or fewer on a terminal that has fewer."""
+    if not sys.stdout.isatty():
+        return _WIDTH
+    return max(_LEAST_WIDTH, min(_WIDTH, shutil.get_terminal_size((_WIDTH, 24)).columns))
 
 
 def aligned(table: Sequence[Sequence[str]], *, right: Collection[int] = ()) -> str:
@@ -56,7 +65,7 @@ def facts(lines: Sequence[tuple[str, str]]) -> str:
         for name, said in lines
         for line in textwrap.wrap(
             said,
-            _WIDTH,
+            width(),
             initial_indent=name.ljust(indent),
             subsequent_indent=" " * indent,
             break_long_words=False,
@@ -125,6 +134,21 @@ def one_line(text: str, limit: int) -> str:
     """A text on one line of at most `limit` characters."""
     line = " ".join(text.split())
     return line if len(line) <= limit else line[: limit - 3] + "..."
+
+
+def excerpt(text: str, name: str, *, lines: int, indent: int) -> str:
+    """A text under its name as people read it: whole words, no blank lines; its beginning, and a
+    trailing "..." where it is longer. What would steer a terminal becomes spaces."""
+    room = width() - indent
+    pieces = [
+        "".join(letter if letter.isprintable() else " " for letter in line)
+        for line in text.splitlines()
+    ]
+    shown = [part for piece in pieces for part in textwrap.wrap(piece, room)]
+    if len(shown) > lines:
+        last = textwrap.shorten(" ".join(shown[lines - 1 :]), room, placeholder=" ...")
+        shown[lines - 1 :] = [last]
+    return name.ljust(indent) + ("\n" + " " * indent).join(shown or ["(empty)"])
 
 
 def clipped(text: str, indent: int) -> str:

@@ -24,7 +24,8 @@ _MIN_ROWS = 8
 
 
 class Progress:
-    """Shows a tally: committed rows of all, tokens/s over 60 s, and what went wrong."""
+    """Shows a tally: rows of all (finished ones in a bar, committed ones in a log), tokens/s over
+    60 s, and what went wrong."""
 
     def __init__(
         self,
@@ -57,7 +58,8 @@ class Progress:
         while len(self._samples) > 2 and now - self._samples[1][0] >= WINDOW_SECONDS:
             self._samples.popleft()
         if not self._bar.disable:
-            self._bar.n = tally.committed.units
+            # Not the committed ones, as in a log: of a small run they are none until its end.
+            self._bar.n = tally.committed.units + tally.num_open
             self._bar.set_postfix_str(self._text(tally), refresh=False)
             self._bar.refresh()
         elif now - self._last_line >= LINE_SECONDS:

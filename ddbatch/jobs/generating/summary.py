@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Sequence
 
@@ -69,7 +70,8 @@ def print_summary(
     lines += [("note", note) for note in notes]
     lines.append(("written to", output_dir))
     if run.completions:
-        lines.append(("read it", f'datasets.load_dataset("{output_dir}")'))
+        place = json.dumps(output_dir, ensure_ascii=False)
+        lines.append(("read it", f"datasets.load_dataset({place})"))
     print(facts(lines))
 
 
