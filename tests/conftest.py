@@ -1,4 +1,4 @@
-"""What every test of the project shares: one thread for tiny tensors, and the real pair where it
+"""What every test of the project shares: processes of one thread each, and the real pair where it
 is.
 
 The real pair (SmolLM2-135M-Instruct, a DFlash drafter) and the reference's traces lie beside the
@@ -7,10 +7,13 @@ checkout on the developers' machines. Tests that use them are skipped with a mes
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,14 +21,24 @@ import pytest
 import torch
 from hypothesis import settings
 
-# Tiny tensors gain nothing from threads, and threads that wait for each other lose a lot.
+# Tiny tensors gain nothing from threads, and threads that wait for each other lose a lot: tests run
+# on every core, and so do the processes that they start.
 torch.set_num_threads(1)
+os.environ["OMP_NUM_THREADS"] = "1"
 
-# The same examples each time: a test that fails for one person fails for all.
-settings.register_profile("ddbatch", derandomize=True)
+# The same examples each time: a test that fails for one person fails for all. No deadline: how long
+# an example takes says more about what else the machine does.
+settings.register_profile("ddbatch", derandomize=True, deadline=None)
 settings.load_profile("ddbatch")
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
+    """Files and tests named one by one run in this process, where -s shows and nothing starts
+    first; None: a folder runs on all cores."""
+    return None if any(Path(name).is_dir() for name in config.args) else 0
 
 
 class RealPair(NamedTuple):
@@ -42,14 +55,24 @@ def real_pair() -> RealPair:
     if not (SHARED / "golden").is_dir():
         pytest.skip("the real pair and the reference's traces are not beside the checkout")
     target = Path(tempfile.gettempdir()) / "ddbatch-tests" / "smollm2-135m-instruct"
-    if not (target / "model.safetensors").is_file():
-        bin_folder = str(Path(sys.executable).parent)
-        made = subprocess.run(
-            ["bash", str(SHARED / "tools" / "get_smollm2.sh"), str(target)],
-            env={**os.environ, "PATH": f"{bin_folder}{os.pathsep}{os.environ['PATH']}"},
-            capture_output=True,
-            text=True,
-        )
-        if made.returncode:
-            pytest.skip(f"the real target could not be made: {made.stderr.strip()[-300:]}")
+    with _alone(target.with_suffix(".lock")):
+        if not (target / "model.safetensors").is_file():
+            bin_folder = str(Path(sys.executable).parent)
+            made = subprocess.run(
+                ["bash", str(SHARED / "tools" / "get_smollm2.sh"), str(target)],
+                env={**os.environ, "PATH": f"{bin_folder}{os.pathsep}{os.environ['PATH']}"},
+                capture_output=True,
+                text=True,
+            )
+            if made.returncode:
+                pytest.skip(f"the real target could not be made: {made.stderr.strip()[-300:]}")
     return RealPair(target, SHARED / "models" / "smollm2-135m-dflash-b16", SHARED / "golden")
+
+
+@contextmanager
+def _alone(lock: Path) -> Iterator[None]:
+    """Within: no other process that asks for this lock; workers of one test run meet here."""
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    with lock.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -61,13 +61,14 @@ def write_model(folder: Path, template: str | None = TEMPLATE) -> Path:
 @dataclass(frozen=True)
 class FakeOptions:
     """step_seconds: of a round. nan_ids: a prompt that ends with one of them gets no finite score.
-    fail_at_step: the engine breaks there. refuse: a row may not set these."""
+    fail_at_step: the engine breaks there. steps_file: gets a byte with every round."""
 
     rows: int = 4
     context: int = 80
     step_seconds: float = 0.0
     nan_words: tuple[int, ...] = ()
     fail_at_step: int | None = None
+    steps_file: str | None = None
     dtype: str = "float32"
 
 
@@ -129,6 +130,9 @@ class FakeDecoder:
         self._figures[1] += self._options.rows
         if self._figures[0] == self._options.fail_at_step:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        if self._options.steps_file is not None:
+            with open(self._options.steps_file, "a") as file:
+                file.write(".")
         for sequence in list(self._live):
             left = len(sequence.token_ids) - sequence.num_done
             if left:

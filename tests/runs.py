@@ -7,7 +7,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -121,3 +122,11 @@ def kill(process: subprocess.Popen[str], number: signal.Signals) -> int:
     process.send_signal(number)
     process.communicate(timeout=60)
     return process.returncode
+
+
+def wait_until(is_so: Callable[[], object]) -> None:
+    """Look again and again; a machine with other work may take long."""
+    deadline = time.monotonic() + 120
+    while not is_so():
+        assert time.monotonic() < deadline, "it did not come true"
+        time.sleep(0.02)

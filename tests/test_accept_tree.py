@@ -29,7 +29,7 @@ def walk(token: list[int], parent: list[int], choice: list[int]) -> tuple[list[i
     topk=st.integers(1, 5),
     luck=st.floats(0.0, 1.0),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_accepted_path_is_the_walk(
     seed: int, budget: int, depth: int, topk: int, luck: float
 ) -> None:

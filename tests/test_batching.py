@@ -53,7 +53,7 @@ def fault_of(
     return result
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.text(st.characters(exclude_categories=["Cs"])), min_size=1, max_size=4))
 def test_any_text_renders_to_the_ids_of_apply_chat_template(
     tmp_path_factory: pytest.TempPathFactory, contents: list[str]

@@ -95,7 +95,7 @@ def test_tree_equals_the_heaps_for_every_budget_and_block(kind: str) -> None:
     kind=st.sampled_from(KINDS),
     has_parent=st.booleans(),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_tree_equals_the_heaps_when_scores_depend_on_the_parent(
     seed: int, budget: int, depth: int, topk: int, kind: str, has_parent: bool
 ) -> None:

@@ -68,7 +68,7 @@ KINDS = st.recursive(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(KINDS)
 def test_a_plain_type_stays_itself_in_the_log_and_for_datasets(kind: pa.DataType) -> None:
     ((_, found),) = columns_of_schema(pa.schema([("x", kind)]))

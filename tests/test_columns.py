@@ -199,7 +199,7 @@ chats = st.lists(
 cells = json_values | chats | st.text('[]{}"a:,1', max_size=6) | chats.map(dump_json)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.dictionaries(st.sampled_from(["p", "i", "t", "s", "k", "j"]), cells),
     st.sampled_from(["text", "messages", "token_ids"]),

@@ -27,6 +27,7 @@ Pair = tuple[Target, DFlash]
 VOCAB, CAP = 97, 24
 LENGTHS = [1, 7, 2, 12, 5, 3, 9, 4, 21, 6, 8]
 HOT = Sampling(temperature=1.0)
+METHODS = ["autoregressive", "chain", "ddtree"]
 _chance = random.Random(3)
 PIECES = [
     "".join(_chance.choice("abc") for _ in range(_chance.choice([1, 1, 2, 3])))
@@ -72,6 +73,17 @@ def prompts() -> list[list[int]]:
     return random_prompts(LENGTHS, VOCAB, seed=2)
 
 
+@pytest.fixture(scope="module")
+def whole_by_method(pair: Pair, prompts: list[list[int]]) -> dict[str, list[Completion]]:
+    """What is said without stop strings."""
+    return {
+        method: decode(
+            make_engine(*pair, method=method, rows=3, max_new_tokens=CAP), prompts, sampling=HOT
+        )
+        for method in METHODS
+    }
+
+
 def first_match(token_ids: Sequence[int], stop: tuple[str, ...]) -> StopMatch | None:
     return Letters().watch(stop)(token_ids)
 
@@ -83,17 +95,19 @@ def same(done: Completion) -> Completion:
 
 @pytest.mark.parametrize("stop", [("cab",), ("bb", "ccca"), ("aaaa",), ("a",), ("abcabc", "zz")])
 @pytest.mark.parametrize("late", [0.0, 0.02])
-@pytest.mark.parametrize("method", ["autoregressive", "chain", "ddtree"])
+@pytest.mark.parametrize("method", METHODS)
 def test_a_stop_string_cuts_where_it_is_first_completed_however_late_it_is_found(
-    pair: Pair, prompts: list[list[int]], method: str, late: float, stop: tuple[str, ...]
+    pair: Pair,
+    prompts: list[list[int]],
+    whole_by_method: dict[str, list[Completion]],
+    method: str,
+    late: float,
+    stop: tuple[str, ...],
 ) -> None:
-    whole = decode(
-        make_engine(*pair, method=method, rows=3, max_new_tokens=CAP), prompts, sampling=HOT
-    )
     finder = Letters(late)
     engine = make_engine(*pair, method=method, rows=3, max_new_tokens=CAP, finder=finder)
     done = decode(engine, prompts, sampling=replace(HOT, stop=stop))
-    for full, ours in zip(whole, done, strict=True):
+    for full, ours in zip(whole_by_method[method], done, strict=True):
         match = first_match(full.token_ids, stop)
         assert same(ours) == same(full if match is None else cut(full, match))
     assert not engine.is_busy
@@ -114,10 +128,9 @@ def test_rows_with_and_without_strings_share_a_batch_and_slots(
 
 
 def test_a_stop_id_before_the_string_is_complete_wins_and_its_text_does_not_count(
-    pair: Pair, prompts: list[list[int]]
+    pair: Pair, prompts: list[list[int]], whole_by_method: dict[str, list[Completion]]
 ) -> None:
-    whole = decode(make_engine(*pair, max_new_tokens=CAP), prompts, sampling=HOT)
-    for full, prompt in zip(whole, prompts, strict=True):
+    for full, prompt in zip(whole_by_method["ddtree"], prompts, strict=True):
         row = full.key.row_id
         token = full.token_ids[9]
         string = PIECES[token]
@@ -134,10 +147,11 @@ def test_a_stop_id_before_the_string_is_complete_wins_and_its_text_does_not_coun
             assert same(done) == same(cut(full, match))
 
 
-def test_a_match_at_the_cap_is_a_stop(pair: Pair, prompts: list[list[int]]) -> None:
-    whole = decode(make_engine(*pair, max_new_tokens=CAP), prompts, sampling=HOT)
+def test_a_match_at_the_cap_is_a_stop(
+    pair: Pair, prompts: list[list[int]], whole_by_method: dict[str, list[Completion]]
+) -> None:
     stop = ("cab",)
-    matches = [first_match(full.token_ids, stop) for full in whole]
+    matches = [first_match(full.token_ids, stop) for full in whole_by_method["ddtree"]]
     caps = [CAP if match is None else match.num_tokens for match in matches]
     engine = make_engine(*pair, max_new_tokens=CAP, finder=Letters())
     done = decode(engine, prompts, caps, sampling=replace(HOT, stop=stop))
@@ -186,7 +200,7 @@ def test_a_stop_token_before_a_nan_score_of_the_same_path_is_a_stop(tmp_path: Pa
     first = clean.token_ids.index(clean.token_ids[9])
     for stop in set(clean.token_ids[: first + 1]):
         own = Sampling(stop_token_ids=(stop,))
-        for method in ("autoregressive", "chain", "ddtree"):
+        for method in METHODS:
             engine = make_engine(target, drafter, method=method, max_new_tokens=CAP)
             done = decode(engine, [[3, 5]], sampling=own)[0]
             assert done.token_ids == clean.token_ids[: clean.token_ids.index(stop) + 1]
@@ -221,7 +235,7 @@ def test_a_cut_leaves_the_rounds_that_emitted_what_is_left(
 
 
 @pytest.mark.parametrize("top", [0, 1, 5, VOCAB])
-@pytest.mark.parametrize("method", ["autoregressive", "chain", "ddtree"])
+@pytest.mark.parametrize("method", METHODS)
 def test_log_probs_are_the_oracles_of_the_emitted_tokens(
     pair: Pair, prompts: list[list[int]], method: str, top: int
 ) -> None:

@@ -97,7 +97,7 @@ def test_reasoning_ends_at_the_first_closing_tag(text: str, answer: Answer) -> N
     assert split_reasoning(text) == answer
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.text("a\n<think>/ ", max_size=30))
 def test_no_text_is_lost_when_it_is_split(text: str) -> None:
     answer = split_reasoning(text)

@@ -91,7 +91,7 @@ def test_one_bad_line_is_one_bad_row_and_lines_end_at_newlines_only(tmp_path: Pa
     assert look(file).rows == 0
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.sampled_from([b"{}", b"", b" ", b"\xff", b"\r", b"1", b"\xef\xbb\xbf"])))
 def test_rows_are_the_lines_that_are_not_blank(
     tmp_path_factory: pytest.TempPathFactory, lines: list[bytes]

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
 from fake import VOCAB
+from runs import wait_until
 from tiny import edit_config, edit_tensors, load_tiny_pair, write_cli_pair
 from tokenizers import Tokenizer
 
@@ -340,12 +339,9 @@ def test_sigterm_keeps_what_is_finished_and_exits_75(pair: Path, tmp_path: Path)
     process = subprocess.Popen(
         [sys.executable, "-m", "ddbatch", *arguments],
         cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
         stderr=subprocess.PIPE,
     )
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline and not list(out.glob("completions/*.parquet")):
-        time.sleep(0.05)
+    wait_until(lambda: list(out.glob("completions/*.parquet")))
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=60) == 75
     rows = table(out, "completions")

@@ -15,7 +15,6 @@ How the reference differs from us, seen in its traces and reproduced below:
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ import pytest
 import torch
 from conftest import RealPair
 from decoding import decode, make_engine, token_prompts
+from runs import key_of
 
 from ddbatch.__main__ import main
 from ddbatch.core import Sampling
@@ -47,6 +47,7 @@ METHODS = [
     ("ddtree", 32),
 ]
 CAP, STOP, BLOCK = 96, 2, 16
+SHORT = 40  # a cap of ours, where the whole output would show no more
 STOPS = Sampling(stop_token_ids=(STOP,))
 
 shared = pytest.mark.shared
@@ -102,20 +103,17 @@ class Loaded:
 
 
 @pytest.fixture(scope="module")
-def loaded(real_pair: RealPair) -> Iterator[Loaded]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
+def loaded(real_pair: RealPair) -> Loaded:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     set_numerics()
     lines = (real_pair.golden / "smollm2_fp32.jsonl").read_text().splitlines()
-    yield Loaded(
+    return Loaded(
         load_target(real_pair.target, read_target_dims(real_pair.target), "float32", device, 512),
         load_drafter(
             real_pair.drafter, read_drafter_dims(real_pair.drafter), "float32", device, 512
         ),
         [json.loads(line) for line in lines],
     )
-    torch.set_num_threads(threads)
 
 
 def user_turn(trace: Trace) -> str:
@@ -154,7 +152,10 @@ def slots_left(reference: Trace, num_out: int) -> int:
 
 
 def assert_rounds_agree(reference: Trace, accepted: tuple[int, ...], num_output: int) -> None:
+    """The last round of an output that was cut short is compared by what it emits."""
     exact = num_compared(reference)
+    if num_output < len(reference["output_token_ids"]):
+        exact = min(exact, len(accepted) - 1)
     assert accepted[:exact] == tuple(reference["accepted"][:exact])
     emitted = 1 + sum(accepted) + len(accepted)
     assert emitted - num_output in (0, 1)
@@ -191,8 +192,11 @@ def test_the_command_reproduces_every_trace(
         )
         == 0
     )
-    done = pq.read_table(out / "completions").to_pylist()
-    stats = pq.read_table(out / "acceptance").to_pylist()
+    # Sorted: a slow machine writes more than one part.
+    done, stats = (
+        sorted(pq.read_table(out / name).to_pylist(), key=key_of)
+        for name in ("completions", "acceptance")
+    )
     assert len(done) == len(stats) == len(traces) == 8
     for reference, row, rounds in zip(traces, done, stats, strict=True):
         assert row["prompt_token_ids"] == reference["prompt_token_ids"]
@@ -229,48 +233,53 @@ def test_every_tree_is_the_references(loaded: Loaded, budget: int) -> None:
 def test_rounds_that_differ_come_from_the_references_short_block(loaded: Loaded) -> None:
     """The oracle with the reference's short block gives the reference's rounds to the end, and with
     the whole block gives ours."""
-    num_short = 0
-    for reference in loaded.of("ddtree", 8):
+    references, num_short = loaded.of("ddtree", 8), 0
+    engine = make_engine(
+        loaded.target,
+        loaded.drafter,
+        budget=8,
+        rows=8,
+        max_len=192,
+        max_new_tokens=CAP,
+        prefill_tokens=512,
+    )
+    done = decode(engine, [r["prompt_token_ids"] for r in references], sampling=STOPS)
+    for reference, completion in zip(references, done, strict=True):
         prompt, output = reference["prompt_token_ids"], tuple(reference["output_token_ids"])
+        ours = trace(loaded.target, loaded.drafter, tuple(prompt), output, budget=8, topk=8)
         oracle = Oracle(loaded.target, loaded.drafter.dims.tap_layers)
         oracle.scores([*prompt, *output])
         num_out = 1
         for place, accepted in enumerate(accepted_to_the_end(reference)[:-1]):
             slots = slots_left(reference, num_out)
-            scores = draft_scores(
-                loaded.target,
-                loaded.drafter,
-                oracle.features[0][: len(prompt) + num_out - 1],
-                output[num_out - 1],
-                min(slots, BLOCK),
-            )
-            scores = scores[1:] if slots >= BLOCK else scores
-            found = oracle_round(scores, output[num_out:], budget=8, topk=8)
-            num_short += slots < BLOCK
+            if slots >= BLOCK:
+                found = ours[place]
+            else:
+                num_short += 1
+                scores = draft_scores(
+                    loaded.target,
+                    loaded.drafter,
+                    oracle.features[0][: len(prompt) + num_out - 1],
+                    output[num_out - 1],
+                    slots,
+                )
+                found = oracle_round(scores, output[num_out:], budget=8, topk=8)
             assert len(found.accepted_nodes) - 1 == accepted
             if "trees" in reference:
                 expected = reference["trees"][place]["tree"]["node_token_ids"]
                 assert found.token_ids == expected
             num_out += accepted + 1
-        engine = make_engine(
-            loaded.target,
-            loaded.drafter,
-            budget=8,
-            rows=1,
-            max_len=192,
-            max_new_tokens=CAP,
-            prefill_tokens=512,
-        )
-        done = decode(engine, [prompt], sampling=STOPS)[0]
-        ours = trace(loaded.target, loaded.drafter, tuple(prompt), output, budget=8, topk=8)
-        assert done.accepted == tuple(len(r.accepted_nodes) - 1 for r in ours)
+        assert completion.accepted == tuple(len(r.accepted_nodes) - 1 for r in ours)
     assert num_short == 7
 
 
 @shared
-@pytest.mark.parametrize(("rows", "step"), [(8, 1), (8, -1), (1, 1), (2, 1), (3, 1), (7, 1)])
+@pytest.mark.parametrize(
+    ("rows", "step", "cap"),
+    [(8, 1, SHORT), (8, -1, CAP), (1, 1, CAP), (2, 1, SHORT), (3, 1, SHORT), (7, 1, SHORT)],
+)
 def test_golden_prompts_together_reversed_and_in_any_number_of_rows(
-    loaded: Loaded, rows: int, step: int
+    loaded: Loaded, rows: int, step: int, cap: int
 ) -> None:
     """rows=1 decodes each prompt alone."""
     traces = loaded.of("ddtree", 16)[::step]
@@ -280,10 +289,10 @@ def test_golden_prompts_together_reversed_and_in_any_number_of_rows(
         budget=16,
         rows=rows,
         max_len=192,
-        max_new_tokens=CAP,
+        max_new_tokens=cap,
         prefill_tokens=512,
     )
     done = decode(engine, [t["prompt_token_ids"] for t in traces], sampling=STOPS)
-    assert [list(c.token_ids) for c in done] == [t["output_token_ids"] for t in traces]
+    assert [list(c.token_ids) for c in done] == [t["output_token_ids"][:cap] for t in traces]
     for reference, completion in zip(traces, done, strict=True):
         assert_rounds_agree(reference, completion.accepted, len(completion.token_ids))

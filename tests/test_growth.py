@@ -13,7 +13,7 @@ from pathlib import Path
 import fake
 import pytest
 from datasets import load_dataset
-from runs import Run, prompts, rows_of
+from runs import Run, prompts, rows_of, wait_until
 
 from ddbatch.data.attempts import end_attempt, new_attempt, read_attempts, start_attempt
 from ddbatch.data.folder import RunFolder
@@ -73,11 +73,9 @@ def test_more_samples_while_a_worker_with_fewer_runs_are_no_damage(
 
 
 def test_an_attempt_that_was_killed_here_is_known_to_be_over(tmp_path: Path) -> None:
-    run = Run(tmp_path, prompts(40))
+    run = Run(tmp_path, prompts(400))
     process = run.start(step_seconds=0.05)
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline and not list(run.out.glob(".ddbatch/attempts/*")):
-        time.sleep(0.02)
+    wait_until(lambda: list(run.out.glob(".ddbatch/attempts/*")))
     (attempt,) = read_attempts(RunFolder(run.out))
     assert not attempt.is_over
     process.kill()
@@ -92,11 +90,9 @@ def test_an_attempt_that_was_killed_here_is_known_to_be_over(tmp_path: Path) -> 
 
 
 def test_status_tells_a_killed_worker_from_a_running_one(tmp_path: Path, capsys: Captured) -> None:
-    run = Run(tmp_path, prompts(60))
+    run = Run(tmp_path, prompts(600))
     process = run.start("output.part_rows=2", step_seconds=0.05)
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline and not list(run.out.glob("completions/*")):
-        time.sleep(0.02)
+    wait_until(lambda: list(run.out.glob("completions/*")))
     assert run("job=status") == 0
     assert " running " in capsys.readouterr().out
     process.kill()

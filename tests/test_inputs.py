@@ -81,7 +81,7 @@ def spans(inputs: Inputs) -> list[tuple[int, int]]:
     return [(shard.first_row, shard.num_rows) for shard in inputs.log.shards]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.lists(st.tuples(st.sampled_from(FORMATS), st.integers(0, 700)), min_size=1, max_size=4),
     st.integers(1, 300),

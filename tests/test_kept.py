@@ -102,7 +102,7 @@ kinds = st.recursive(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(json_values, kinds, st.booleans())
 def test_a_kept_value_can_be_written_in_its_type_and_comes_back_unchanged(
     value: object, kind: pa.DataType, is_json: bool

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import signal
 import subprocess
@@ -15,7 +14,7 @@ from typing import Any
 import pytest
 from conftest import RealPair
 from datasets import load_dataset
-from runs import CONTENT, Run, key_of, prompts, write_jsonl
+from runs import CONTENT, Run, key_of, prompts, wait_until, write_jsonl
 
 from ddbatch.data.folder import RunFolder
 
@@ -28,6 +27,15 @@ def loaded_keys(out: Path, cache: Path, name: str | None = None) -> list[Any]:
         return []
     rows = load_dataset(str(out), name, cache_dir=str(cache))["train"]
     return [key_of(row) for row in rows.select_columns(["row_id", "turn", "sample"])]
+
+
+def num_parts(out: Path) -> int:
+    return len(list(out.glob("completions/*")))
+
+
+def wait_for_parts(out: Path, count: int, process: subprocess.Popen[Any]) -> None:
+    """Until so many are there, or the run is done before."""
+    wait_until(lambda: num_parts(out) >= count or process.poll() is not None)
 
 
 def assert_none_is_twice(out: Path, cache: Path) -> int:
@@ -80,10 +88,8 @@ def test_resume_after_a_resume_that_was_killed(tmp_path: Path) -> None:
     run = Run(tmp_path, prompts(300))
     for _ in range(3):
         process = run.start(step_seconds=0.02)
-        deadline = time.monotonic() + 30
-        seen, parts = len(run.all_keys()), len(list(run.out.glob("completions/*")))
-        while time.monotonic() < deadline and len(list(run.out.glob("completions/*"))) < parts + 2:
-            time.sleep(0.02)
+        seen, parts = len(run.all_keys()), num_parts(run.out)
+        wait_for_parts(run.out, parts + 2, process)
         process.kill()
         process.communicate()
         keys = run.all_keys()
@@ -97,12 +103,12 @@ def test_a_signal_commits_what_is_finished_and_exits_with_75(
     tmp_path: Path, number: signal.Signals
 ) -> None:
     run = Run(tmp_path, prompts(400))
+    steps = tmp_path / "steps"
     # Parts that would stay open for ever: what is there afterwards was committed by the signal.
-    process = run.start("output.part_rows=4096", "shards.rows=1000", step_seconds=0.02)
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline and not (run.out / "manifest.json").exists():
-        time.sleep(0.02)
-    time.sleep(0.5)
+    process = run.start(
+        "output.part_rows=4096", "shards.rows=1000", step_seconds=0.02, steps_file=str(steps)
+    )
+    wait_until(lambda: steps.exists() and steps.stat().st_size >= 20)
     process.send_signal(number)
     _, said = process.communicate(timeout=30)
     assert process.returncode == 75
@@ -136,21 +142,17 @@ def test_the_real_pair_survives_kills_with_the_same_content(
             "output.part_rows=2",
         ]
 
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
     out, chance = tmp_path / "out", random.Random(5)
     for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGKILL):
-        num_parts = len(list(out.glob("completions/*")))
-        process = subprocess.Popen(command(out), env=env, cwd=CHECKOUT, stderr=subprocess.DEVNULL)
-        deadline = time.monotonic() + 60
-        while time.monotonic() < deadline and len(list(out.glob("completions/*"))) <= num_parts:
-            time.sleep(0.05)
+        parts = num_parts(out)
+        process = subprocess.Popen(command(out), cwd=CHECKOUT, stderr=subprocess.DEVNULL)
+        wait_for_parts(out, parts + 1, process)  # a GPU may be done before the signal comes
         time.sleep(chance.uniform(0, 0.5))
         process.send_signal(number)
-        # A GPU may be done before the signal comes.
         assert process.wait(timeout=60) in (75, -signal.SIGKILL, 0)
         assert 0 < assert_none_is_twice(out, tmp_path / "cache") <= len(texts) * 2
     for place in (out, tmp_path / "whole"):
-        subprocess.run(command(place), env=env, cwd=CHECKOUT, check=True, capture_output=True)
+        subprocess.run(command(place), cwd=CHECKOUT, check=True, capture_output=True)
     tables = []
     for place in (out, tmp_path / "whole"):
         rows = load_dataset(str(place), cache_dir=str(tmp_path / "cache"))["train"]

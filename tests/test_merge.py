@@ -186,9 +186,7 @@ def last_by_id(runs: Sequence[list[Row]]) -> list[Row]:
     return result
 
 
-@settings(
-    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(made=st.lists(splits(), min_size=1, max_size=3), by=st.sampled_from(["key", "id"]))
 def test_the_streaming_merge_equals_a_sort_in_memory(
     tmp_path_factory: pytest.TempPathFactory, made: list[Split], by: str

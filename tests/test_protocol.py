@@ -167,7 +167,6 @@ class Workers(RuleBasedStateMachine):
 Workers.TestCase.settings = settings(
     max_examples=60,
     stateful_step_count=40,
-    deadline=None,
     phases=[Phase.generate],  # shrinking takes minutes; add it to look into a failure
     suppress_health_check=list(HealthCheck),
 )

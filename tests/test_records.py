@@ -64,7 +64,7 @@ def keys_in(blocks: tuple[KeyBlock, ...]) -> list[Key]:
     return [key for block in blocks for key in block.keys()]  # noqa: SIM118
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(units=UNITS, seed=st.randoms(use_true_random=False))
 @example(units={}, seed=None)
 def test_blocks_hold_the_keys_exactly(units: dict[tuple[int, int], int], seed: Any) -> None:
@@ -103,7 +103,7 @@ def test_keys_with_a_gap_or_twice_are_our_mistake(keys: list[Key]) -> None:
         blocks_of(keys)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     units=UNITS.filter(bool),
     sizes=st.lists(st.integers(1, 2**62), min_size=1, max_size=1),
@@ -233,7 +233,7 @@ def records_of(*parts: tuple[KeyBlock, ...]) -> list[Record]:
     return [replace(RECORD, number=number, keys=keys) for number, keys in enumerate(parts)]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(units=UNITS, owners=st.lists(st.integers(0, 2), min_size=40, max_size=40))
 def test_what_is_finished_is_the_union_of_the_records(
     units: dict[tuple[int, int], int], owners: list[int]

@@ -258,7 +258,7 @@ def test_a_row_that_ends_in_prefill_has_no_rounds() -> None:
     assert plain(table)["accepted"] == table["drafted"] == table["histogram"] == []
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.integers(0, 5), max_size=9), st.booleans())
 def test_counts_of_both_tables_agree(accepted: list[int], bonus_cut: bool) -> None:
     row = finished(accepted=tuple(accepted), bonus_cut=bonus_cut and bool(accepted))

@@ -10,7 +10,7 @@ from ddbatch.data.source.log import InputFile
 from ddbatch.data.source.shards import cut_shards
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @example(files=[(1, False), (0, True), (1, False)], stops=[], shard_rows=2)
 @given(
     st.lists(st.tuples(st.integers(0, 9), st.booleans()), max_size=6),

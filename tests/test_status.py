@@ -309,13 +309,13 @@ def test_500_records_are_read_in_no_time(tmp_path: Path, capsys: Captured) -> No
     log.write_text(json.dumps(entry))
     start_attempt(folder, ATTEMPT, {})
     write_records(folder, shards=20, numbers=25)
-    started = time.perf_counter()
+    started = time.process_time()
     assert main(["job=status", f"output_dir={folder.place}"]) == 0
-    seconds = time.perf_counter() - started
+    seconds = time.process_time() - started
     said = capsys.readouterr().out
     assert "50,000 of 50,000 done" in said_of(said, "rows")
     assert "500 parts" in said_of(said, "shards")
-    assert seconds < 2, f"{seconds:.2f} s"  # a third of it on an idle core; this may be shared
+    assert seconds < 2, f"{seconds:.2f} s"  # of work; a third of it does
 
 
 def write_records(folder: RunFolder, shards: int, numbers: int) -> None:

@@ -138,7 +138,7 @@ def test_every_shape_continues_the_last_message_as_in_transformers(
 
 
 @pytest.mark.parametrize("shape", ["qwen3", "deepseek", "llama3"])
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     pieces=st.lists(st.sampled_from([" ", "\n", "a", "<think>", "</think>", "\u00e9"]), max_size=8)
 )

@@ -25,7 +25,7 @@ from ddbatch.models.families import read_target_dims
 from ddbatch.models.load import check_pair, load_drafter, load_target
 
 SPREAD = 2.5  # standard deviation of scores
-DROP = object()  # as a value of edit_config: remove the key
+DROP = ...  # as a value of edit_config: remove the key; ids of tests show it, the same each time
 
 # All three bands of Llama 3.1's scaling are hit at head width 10: the first frequency is kept, the
 # second blended, the others are divided.

@@ -62,7 +62,7 @@ def block_states(
     block_BAK = torch.full((B, A, K), dims.mask_token_id, device=token_BT.device)
     block_BAK[..., 0] = token_BT.gather(1, anchor_BA)
     pos_T = torch.arange(T, device=token_BT.device)
-    pos_BQ = (anchor_BA[..., None] + pos_T.new_tensor(range(K))).flatten(1)  # Q = A K
+    pos_BQ = (anchor_BA[..., None] + torch.arange(K, device=pos_T.device)).flatten(1)  # Q = A K
     pos_BZ = torch.cat((pos_T.expand(B, T), pos_BQ), dim=1)  # Z = T + Q
     distance_BQZ = pos_BQ[..., None] - pos_BZ[:, None]
 

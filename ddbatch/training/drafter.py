@@ -118,12 +118,11 @@ def train_drafter(
     step = 0
     for _ in range(recipe.passes):
         for batch in sequences.batches(recipe.rows, generator, target.embed.device):
+            step += 1
             anchors = draw_anchors(batch, recipe.num_anchors, generator)
             if not bool(anchors.is_real_BA.any()):  # responses of one token have none
-                step += 1
                 continue
             loss, chain_length = block_loss(drafter, target, batch, anchors, gamma)
             optimiser.step(loss)
-            step += 1
             yield Progress(step, num_steps, float(loss.detach()), float(chain_length))
     drafter.requires_grad_(False)

@@ -94,7 +94,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, help="folder of the pair")
     parser.add_argument("--teacher", type=Path, help="model folder of the teacher")
     parser.add_argument("--prompts", type=int, help="only the first so many")
-    parser.add_argument("--kinds", nargs="+", default=[*TEACHING], help="prompts of teach")
+    parser.add_argument("--kinds", nargs="+", choices=[*TEACHING], default=[*TEACHING])
     parser.add_argument("--workers", type=int, default=1, help="processes that decode")
     parser.add_argument("--seconds", type=float, default=1e9, help="of a generation at most")
     parser.add_argument("--passes", type=int, help="over the texts or the answers")
