@@ -14,6 +14,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from importlib.util import find_spec
 from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING
 from ddbatch import __version__
 from ddbatch.core import ExitCode, RunError
 from ddbatch.demo import OUTPUT_DIR, is_demo
-from ddbatch.jobs.show import say
+from ddbatch.jobs.show import UnheardError, say, tell
 from ddbatch.jobs.stopping import impatient
 
 if TYPE_CHECKING:
@@ -94,19 +95,44 @@ def main(argv: Sequence[str] | None = None, run_job: Callable[[Config], int] | N
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         with impatient():
-            return _main(arguments, run_job)
+            return _told(_main(arguments, run_job))
+    except (BrokenPipeError, UnheardError) as error:
+        return _unheard(error)
     except KeyboardInterrupt as stop:
         print(f"ddbatch: stopped by {str(stop) or 'SIGINT'}", file=sys.stderr)
         return ExitCode.STOPPED
 
 
+def _told(code: int) -> int:
+    """The exit code, once what was printed is written."""
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OSError as error:
+        return code or _unheard(error)
+    return code
+
+
+def _unheard(error: OSError | UnheardError) -> int:
+    """What is written to stdout from here on goes nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    reason = error.strerror if isinstance(error, OSError) else error
+    say(f"ddbatch: error: not everything could be said on stdout: {reason}")
+    return ExitCode.ENGINE
+
+
 def _main(arguments: Sequence[str], run_job: Callable[[Config], int] | None) -> int:
     if {"-h", "--help"} & set(arguments):
-        print(HELP, end="")
+        tell(HELP.rstrip())
         return ExitCode.DONE
     if "--version" in arguments:
-        print(f"ddbatch {__version__}")
+        tell(f"ddbatch {__version__}")
         return ExitCode.DONE
+    missing = [name for name in ("hydra", "ddbatch_kernels") if find_spec(name) is None]
+    if missing:
+        hint = "in a checkout: python -m pip install ."
+        _print_error(ValueError(f"ddbatch is not installed: no {' and no '.join(missing)}"), hint)
+        return ExitCode.USAGE
     try:
         with impatient():
             configs = _configure(arguments)
@@ -140,6 +166,8 @@ def _configure(arguments: Sequence[str]) -> list[Config]:
     line = cli.read(arguments)
     try:
         composed = _compose(line)
+    except BrokenPipeError:  # Hydra prints what --cfg shows
+        raise
     except Exception as error:  # whatever Hydra raises here, the cause is a configuration
         raise cli.explain(error, line.overrides) from error
     if not line.is_run:
@@ -216,11 +244,8 @@ def _run(config: Config, run_job: Callable[[Config], int]) -> int:
     try:
         with impatient():
             return run_job(config)
-    except BrokenPipeError:
-        # Who read stdout is gone (`| head`): what is written to it from here on goes nowhere.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        say("ddbatch: error: stdout was closed before everything was said")
-        return ExitCode.ENGINE
+    except UnheardError as error:
+        return _unheard(error)
     except RunError as failure:
         _print_error(failure, _place_hint(config, failure))
         return ExitCode.ENGINE

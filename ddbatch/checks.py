@@ -172,7 +172,7 @@ def did_you_mean(word: str, words: Iterable[str]) -> str:
 def check_job(job: str) -> None:
     """Refuse a job that does not exist, or not yet."""
     if job not in JOBS:
-        raise ValueError(f"job={job}: expected {Rule(JOBS)}{did_you_mean(job, JOBS)}")
+        raise ValueError(f"job={job}: expected {Rule(BUILT_JOBS)}{did_you_mean(job, JOBS)}")
     if job not in BUILT_JOBS:
         raise ValueError(f"job={job} is not built yet; built: {', '.join(BUILT_JOBS)}")
 

@@ -159,7 +159,8 @@ def quoting_hint(override: Override) -> str:
     if key in FREE_DICTS:
         return f"quote it for the shell, not its names: '{key}={{enable_thinking: false}}'"
     if key in LISTS:
-        return f"quote the whole list for the shell: '{key}={LISTS[key]}'"
+        items = LISTS[key].replace("a", '"a"').replace("b", '"b"')
+        return f"quote the whole list for the shell, and texts in it: '{key}={items}'"
     value = value.replace("\\${", "${").replace("${", "\\${")
     if len(value) > 60 or "\n" in value:
         return f"quote the value for the shell and for Hydra: '{key}=\"VALUE\"'"
@@ -189,6 +190,8 @@ def _whole_words(words: Sequence[str]) -> Sequence[str]:
         elif word in OPTION_TYPES:
             hint = f"write {word}=VALUE, without spaces around ="
             raise UsageError(f"{word}: not of the form KEY=VALUE", hint)
+        elif word in ("help", "version"):
+            raise UsageError(f"{word}: not of the form KEY=VALUE", f"write --{word}")
         elif word in JOBS:
             raise UsageError(f"{word}: not of the form KEY=VALUE", f"write job={word}")
         else:
@@ -282,7 +285,7 @@ def _commas_hint(override: Override) -> str:
 
 def _expected(key: str) -> str:
     if key in LISTS:
-        return f"a list like {LISTS[key]}"
+        return f"a list like {LISTS[key]}" + (f" of {RULES[key]}" if key in RULES else "")
     kind = OPTION_TYPES.get(key)
     null = " or null" if kind == int | None else ""
     return (str(RULES[key]) if key in RULES else TYPE_TEXTS.get(kind, "another type")) + null

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
 import sys
 import time
 from collections import deque
@@ -244,6 +245,7 @@ def run(config: Any, options: FakeOptions | None = None) -> int:
 if __name__ == "__main__":
     from ddbatch.__main__ import main
 
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # tests may run under nohup, and send it
     given = json.loads(os.environ.get("FAKE", "{}"))
     given = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items()}
     code = main(sys.argv[1:], lambda config: run(config, FakeOptions(**given)))

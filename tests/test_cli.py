@@ -394,7 +394,7 @@ def test_any_other_error_of_the_job_is_a_bug(
         main(REQUIRED)
 
 
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2"])
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"])
 def test_a_signal_stops_the_job_with_75(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:
@@ -404,7 +404,9 @@ def test_a_signal_stops_the_job_with_75(
         return 0
 
     install(monkeypatch, run)
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup would keep it from us
     assert main(REQUIRED) == 75
+    signal.signal(signal.SIGHUP, before)
     assert capsys.readouterr().err == f"ddbatch: stopped by {name}\n"
 
 

@@ -51,6 +51,25 @@ def table(out: Path, name: str) -> list[dict[str, Any]]:
     return rows
 
 
+def test_a_model_folder_that_is_not_there_is_missed_before_its_tokenizer(
+    pair: Path, tmp_path: Path, capsys: Captured
+) -> None:
+    data = write_jsonl(tmp_path / "p.jsonl", PROMPTS)
+    for key in ("model.path", "drafter.path"):
+        line = [item for item in command(pair, data, tmp_path / "out") if not item.startswith(key)]
+        assert main([*line, f"{key}=targte"]) == 2
+        assert f"error: {key}=targte: no such folder; allowed: a Hugging" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_rows_for_which_there_is_no_memory_are_a_failure_that_names_the_option(
+    pair: Path, tmp_path: Path, capsys: Captured
+) -> None:
+    data = write_jsonl(tmp_path / "p.jsonl", PROMPTS)
+    assert main(command(pair, data, tmp_path / "out", "engine.rows=10000000000")) == 4
+    assert "engine.rows=10000000000: no memory for so many rows" in capsys.readouterr().err
+
+
 PROMPTS = [{"prompt": f"w{n} w{n + 7} w{3 * n}", "name": f"row {n}"} for n in range(7)]
 
 

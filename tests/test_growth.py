@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -259,7 +260,21 @@ def test_a_reader_that_leaves_costs_no_row_and_no_traceback(tmp_path: Path) -> N
     assert process.stderr is not None
     said = process.stderr.read()
     assert process.wait(timeout=30) == 4
-    assert said == "ddbatch: error: stdout was closed before everything was said\n"
+    assert said == "ddbatch: error: not everything could be said on stdout: Broken pipe\n"
+    assert run.all_keys() == rows_of(9)
+
+
+@pytest.mark.parametrize(("stdout", "code"), [(">&-", 0), ("> /dev/full", 4)])
+def test_a_stdout_that_is_closed_or_full_costs_no_row_and_no_traceback(
+    tmp_path: Path, stdout: str, code: int
+) -> None:
+    run = Run(tmp_path, prompts(9))
+    command = shlex.join([sys.executable, str(Path(fake.__file__)), *run.arguments()])
+    env = {**os.environ, "FAKE": "{}"}
+    done = subprocess.run(["bash", "-c", f"{command} {stdout}"], env=env, capture_output=True)
+    assert done.returncode == code, done.stderr
+    assert b"Traceback" not in done.stderr
+    assert (b"not everything could be said on stdout: No space left" in done.stderr) == (code == 4)
     assert run.all_keys() == rows_of(9)
 
 

@@ -98,7 +98,9 @@ def test_resume_after_a_resume_that_was_killed(tmp_path: Path) -> None:
     assert [key.row_id for key in run.all_keys()] == list(range(300))
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2]
+)
 def test_a_signal_commits_what_is_finished_and_exits_with_75(
     tmp_path: Path, number: signal.Signals
 ) -> None:

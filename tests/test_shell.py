@@ -22,6 +22,10 @@ TYPED = [
     ("data.limit=5 data.limit=6", "data.limit is given twice", "keep one of them"),
     ("sampling.temprature=1", "no such option", "did you mean sampling.temperature?"),
     ("job=generat", "job=generat", "did you mean generate?"),
+    ("job=chek", "expected generate, check, status, merge or estimate", "did you mean check?"),
+    ("help", "help: not of the form KEY=VALUE", "write --help"),
+    ("'sampling.stop=[###]'", "Hydra cannot read", """'sampling.stop=["a","b"]'"""),
+    ("output.store=all", "a list like [a,b] of prompt_ids or acceptance", ""),
     ("engine.budget=atuo", "engine.budget=atuo: expected auto or an integer", "did you mean auto"),
     ("+engine.budget=8", "engine.budget is an option already", "without +"),
     ("data.chat_template_kwargs={a: 1, b: 2}", "", "quote"),
@@ -68,3 +72,28 @@ def test_threads_of_torch_sleep_while_they_wait_unless_the_user_says_otherwise()
             [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60
         )
         assert f"OMP_WAIT_POLICY = '{in_force}'" in done.stderr, done.stderr
+
+
+def test_what_is_shown_to_a_reader_that_has_left_ends_with_4(tmp_path: Path) -> None:
+    env = {**os.environ, "PYTHONPATH": str(CHECKOUT)}
+    line = f"{sys.executable} -m ddbatch --cfg job | true; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", line], cwd=tmp_path, env=env, capture_output=True)
+    assert done.returncode == 4, done.stderr
+    assert b"not everything could be said on stdout: Broken pipe" in done.stderr
+
+
+def test_a_checkout_that_is_not_installed_says_how_to_install_it(tmp_path: Path) -> None:
+    code = (
+        "import sys; sys.modules['hydra'] = None; sys.modules['ddbatch_kernels'] = None; "
+        "from ddbatch.__main__ import main; sys.exit(main([]))"
+    )
+    env = {**os.environ, "PYTHONPATH": str(CHECKOUT)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    assert done.stderr == (
+        "ddbatch: error: ddbatch is not installed: no hydra and no ddbatch_kernels\n"
+        "ddbatch: hint: in a checkout: python -m pip install .\n"
+    )
+    assert not list(tmp_path.iterdir())

@@ -71,6 +71,19 @@ def test_a_patient_block_inside_an_impatient_one_wins() -> None:
         assert stop.signal_name == "SIGTERM"
 
 
+def test_a_terminal_that_closes_stops_a_run_unless_nohup_said_no() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with impatient(), patient(grace_seconds=60) as stop:
+        signal.raise_signal(signal.SIGHUP)
+        assert stop.signal_name is None
+    assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    with patient(grace_seconds=60) as stop:
+        signal.raise_signal(signal.SIGHUP)
+        assert stop.signal_name == "SIGHUP"
+    signal.signal(signal.SIGHUP, before)
+
+
 CODE = """
 import sys, time
 from ddbatch.jobs.stopping import patient

@@ -17,7 +17,7 @@ from ddbatch.data.manifest import read_manifest
 from ddbatch.data.records import Record
 from ddbatch.data.source.log import InputLog, read_log
 from ddbatch.jobs.reading import existing_run
-from ddbatch.jobs.show import counted, duration, facts, size
+from ddbatch.jobs.show import counted, duration, facts, size, tell
 from ddbatch.jobs.ticker import Ticker
 
 
@@ -43,7 +43,7 @@ def run(config: Config) -> int:
         for position, record in enumerate(records):
             check_part(folder, record, manifest)
             ticker.show(position + 1)
-    print(summary(config.output_dir, log, records, num_done, time.monotonic() - started))
+    tell(summary(config.output_dir, log, records, num_done, time.monotonic() - started))
     return ExitCode.DONE
 
 

@@ -23,6 +23,7 @@ from ddbatch.jobs.estimating.costs import ID_BYTES, TEXT_BYTES, Totals, disk_byt
 from ddbatch.jobs.estimating.measuring import Bounds, Measured, ShownPrompt, batches, measure
 from ddbatch.jobs.generating.opening import look_at_columns, open_encoder, pin_date
 from ddbatch.jobs.generating.sampling_options import check_ids, check_stops, run_sampling
+from ddbatch.jobs.reading import check_model_folder
 from ddbatch.jobs.show import (
     clipped,
     clipped_ids,
@@ -33,6 +34,7 @@ from ddbatch.jobs.show import (
     plural,
     ranged,
     size,
+    tell,
 )
 from ddbatch.jobs.ticker import Ticker
 from ddbatch.models.families import read_target_dims
@@ -56,19 +58,18 @@ def run(config: Config) -> int:
             measure(batch, columns, encoder, finder, bounds, found)
             ticker.show(found.rows)
     totals = scale_up(found, inputs.log.num_rows, config.sampling.n, bounds)
-    print(report(config, inputs.log, columns, bounds, found, totals))
+    tell(report(config, inputs.log, columns, bounds, found, totals))
     for title, shown in (("first prompt", found.first), ("longest prompt", found.longest)):
         if shown is not None:
-            print("\n" + _show_prompt(title, shown, encoder))
+            tell("\n" + _show_prompt(title, shown, encoder))
     return ExitCode.DONE
 
 
 def _bounds(config: Config) -> Bounds:
     """What a prompt must fit, from the model's config.json and the options."""
-    folder, told = Path(config.model.path), config.engine.max_len
-    if not folder.is_dir():
-        raise ValueError(f"model.path={folder}: no such folder (hub ids are not built yet)")
-    dims = read_target_dims(folder)
+    check_model_folder("model.path", config.model.path)
+    told = config.engine.max_len
+    dims = read_target_dims(Path(config.model.path))
     max_len = told if isinstance(told, int) else dims.max_positions
     if not 2 <= max_len <= dims.max_positions:
         raise ValueError(

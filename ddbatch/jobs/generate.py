@@ -46,7 +46,8 @@ from ddbatch.jobs.generating.summary import done_text, left_text, print_summary
 from ddbatch.jobs.generating.tally import Tally
 from ddbatch.jobs.generating.units import Limits
 from ddbatch.jobs.generating.worker import Worker, units_done
-from ddbatch.jobs.show import say, size
+from ddbatch.jobs.reading import check_model_folder
+from ddbatch.jobs.show import say, size, tell
 from ddbatch.jobs.stopping import patient
 
 OpenPair = Callable[[Config, int | None], Pair]
@@ -93,9 +94,9 @@ def generate(config: Config, open_pair: OpenPair) -> int:
         inputs, tally = _open_state(config, folder, attempt, start)
     if not tally.num_left:
         sweep(folder)
-        print(done_text(config.output_dir, tally))
+        tell(done_text(config.output_dir, tally))
         if is_demo(config):
-            print("\n" + closing.after_demo_text())
+            tell("\n" + closing.after_demo_text())
         return verdict(config, tally)
     decoder = decoder or start.setting.pair.load(tally.num_left, start.setting.finder)
     about = about_attempt(config, start.setting.pair)
@@ -141,6 +142,8 @@ def _look(
     config: Config, open_pair: OpenPair, folder: RunFolder, manifest: Manifest | None
 ) -> _Start:
     """Everything that can be refused is looked at; nothing is written."""
+    # Before the tokenizer is missed in a folder that is not there.
+    check_model_folder("model.path", config.model.path)
     template_date = opening.pin_date(config, manifest)
     sampling = run_sampling(config)
     encoder = opening.open_encoder(config, template_date)
@@ -269,7 +272,7 @@ def _work(
         print_summary(config.output_dir, tally, decoder.plan, decoder.figures, seconds, notes)
         if not tally.num_left:
             if tally.committed.completions:
-                print("\n" + closing.closing_text(config.output_dir, is_demo=is_demo(config)))
+                tell("\n" + closing.closing_text(config.output_dir, is_demo=is_demo(config)))
             sweep(folder)
         code = verdict(config, tally)
         return code, "done" if code == ExitCode.DONE else "too many rejected rows"

@@ -25,7 +25,7 @@ from ddbatch.data.export.merging import Places, places_by_column, places_by_key
 from ddbatch.data.export.parts import Part, Rows
 from ddbatch.data.export.publishing import DataSet, check_place, leftovers
 from ddbatch.jobs.merge_runs import Run, open_runs
-from ddbatch.jobs.show import aligned, say, size
+from ddbatch.jobs.show import aligned, say, size, tell
 from ddbatch.jobs.ticker import Ticker
 
 # About so many bytes of rows are worked on at a time.
@@ -80,7 +80,7 @@ def run(config: Config) -> int:
                 f"completions: {_left_out(figures)}"
             )
         data_set.publish(_facts(options, runs, data_set))
-    print(summary(options.output_dir, runs, figures, data_set))
+    tell(summary(options.output_dir, runs, figures, data_set))
     return ExitCode.DONE
 
 

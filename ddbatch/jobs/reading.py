@@ -1,10 +1,19 @@
-"""Find a run that a job wants to read. Knows what makes a folder a run."""
+"""Find what a job wants to read: a run, a model. Knows what makes a folder one."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from ddbatch.data.folder import RunFolder
+
+
+def check_model_folder(key: str, path: str) -> None:
+    """ValueError where the checkpoint folder that the option `key` names is not there."""
+    if not Path(path).is_dir():
+        raise ValueError(
+            f"{key}={path}: no such folder; allowed: a Hugging Face checkpoint folder on this "
+            "machine (ids of the hub are not built yet)"
+        )
 
 
 def existing_run(output_dir: str) -> RunFolder:

@@ -1,5 +1,5 @@
-"""How figures are shown to people: aligned columns, units, ranges, spans of time; and lines on
-stderr.
+"""How figures are shown to people: aligned columns, units, ranges, spans of time; and what is
+written on stdout and stderr.
 
 Knows nothing about what they mean.
 """
@@ -28,19 +28,31 @@ _SHOWN_LINES = 10  # of a long text, at its head and at its tail
 _BYTES = ("B", "kB", "MB", "GB", "TB", "PB")
 
 
+class UnheardError(Exception):
+    """stdout is closed (`| head`) or full; the message says which."""
+
+
+def tell(text: str) -> None:
+    """A text on stdout, for what a job was asked; UnheardError where it cannot be written."""
+    try:
+        print(text)
+    except OSError as error:
+        raise UnheardError(error.strerror) from error
+
+
 def say(text: str) -> None:
-    """A line on stderr. Where nobody reads it any more (`| tail` was killed), this and all that
-    follows goes nowhere: a run must not end for it.
+    """A line on stderr. Where it cannot be written (`| tail` was killed, the terminal is gone, a
+    disk is full), this and all that follows goes nowhere: a run must not end for it.
     """
     try:
         print(text, file=sys.stderr, flush=True)
-    except BrokenPipeError:
+    except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
 
 def width() -> int:
     """Columns for people: 100, or fewer on a terminal that has fewer."""
-    if not sys.stdout.isatty():
+    if sys.stdout is None or not sys.stdout.isatty():  # None: it was closed before the start
         return _WIDTH
     return max(_LEAST_WIDTH, min(_WIDTH, shutil.get_terminal_size((_WIDTH, 24)).columns))
 

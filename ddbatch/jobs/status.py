@@ -28,6 +28,7 @@ from ddbatch.jobs.show import (
     plural,
     ranged,
     share,
+    tell,
 )
 from ddbatch.jobs.standing import RECENT_SECONDS, Standing, Worker, standing
 
@@ -42,7 +43,7 @@ def run(config: Config) -> int:
     records = {shard: read_shard(folder, shard) for shard in shards_with_records(folder)}
     log = read_log(folder)  # after the records: the input of each of them is listed by then
     found = standing(log.shards, log.samples, records, read_attempts(folder), time.time())
-    print(
+    tell(
         _as_json(config.output_dir, found)
         if config.status.json
         else as_text(config.output_dir, found)

@@ -1,4 +1,4 @@
-"""Stopping by signal: SIGTERM, SIGINT, SIGUSR1 and SIGUSR2 mean the same.
+"""Stopping by signal: SIGTERM, SIGINT, SIGHUP, SIGUSR1 and SIGUSR2 mean the same.
 
 Outside of a `patient` block the first signal raises KeyboardInterrupt, which ends a job that has
 nothing to save. Inside it only sets a flag, so that a commit is never cut in two. Everywhere a
@@ -18,8 +18,8 @@ from types import FrameType
 
 from ddbatch.core import ExitCode
 
-# Slurm sends TERM, schedulers with a warning USR1 or USR2, people INT.
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+# Slurm sends TERM, schedulers with a warning USR1 or USR2, people INT, a terminal that closes HUP.
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 @dataclass
@@ -74,17 +74,23 @@ def patient(grace_seconds: float) -> Iterator[Stop]:
 
 @contextmanager
 def _handled_by(handler: signal._HANDLER) -> Iterator[None]:
-    previous = [signal.signal(number, handler) for number in SIGNALS]
+    previous = {number: signal.signal(number, handler) for number in _heard()}
     try:
         yield
     finally:
-        for number, old in zip(SIGNALS, previous, strict=True):
+        for number, old in previous.items():
             signal.signal(number, old)
 
 
 def _listen(handler: signal._HANDLER) -> None:
-    for number in SIGNALS:
+    for number in _heard():
         signal.signal(number, handler)
+
+
+def _heard() -> list[signal.Signals]:
+    """nohup means it: who started us may want us to outlive the terminal."""
+    is_kept_up = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    return [number for number in SIGNALS if not (is_kept_up and number == signal.SIGHUP)]
 
 
 def _exit_now(signum: int, frame: FrameType | None) -> None:

@@ -6,6 +6,7 @@ about text, files of prompts or parts.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -13,12 +14,13 @@ from pathlib import Path
 import torch
 
 from ddbatch.config import Config
-from ddbatch.core import Completion, Rejected, ShapePlan, StopFinder, TokenPrompt
+from ddbatch.core import Completion, Rejected, RunError, ShapePlan, StopFinder, TokenPrompt
 from ddbatch.engine.engine import Engine, EngineStats
 from ddbatch.engine.numerics import Numerics, measure_numerics
 from ddbatch.engine.plan import AUTO_PAGE_CUDA, Method, choose_method, plan_cache, plan_shapes
 from ddbatch.jobs.generating.decoder import DecoderFigures
 from ddbatch.jobs.generating.sampling_options import check_ids
+from ddbatch.jobs.reading import check_model_folder
 from ddbatch.jobs.show import say
 from ddbatch.models.decoder import Target
 from ddbatch.models.decoder_config import read_generation_config
@@ -31,8 +33,8 @@ from ddbatch.models.load import check_pair, choose_dtype, load_drafter, load_tar
 def open_pair(config: Config, eos_token_id: int | None) -> EnginePair:
     """Read the configs of target and drafter; eos_token_id: the tokenizer's own."""
     for key, path in (("model.path", config.model.path), ("drafter.path", config.drafter.path)):
-        if path is not None and not Path(path).is_dir():
-            raise ValueError(f"{key}={path}: no such folder (hub ids are not built yet)")
+        if path is not None:
+            check_model_folder(key, path)
     device = _device(config.engine.device)
     folder = Path(config.model.path)
     target = read_target_dims(folder)
@@ -198,7 +200,20 @@ class EngineDecoder:
         assert not self.is_busy
         self._past = self._stats()
         self._engine = None  # its memory first
-        self._engine = Engine(
+        try:
+            self._engine = self._new_engine(max_len, max_new_tokens)
+        except RuntimeError as error:  # a CPU's has no class of its own
+            if not re.search("allocate memory|out of memory", str(error)):
+                raise
+            raise RunError(
+                f"engine.rows={self._plan.rows}: no memory for so many rows with room for "
+                f"{max_len} tokens each ({str(error).splitlines()[0]}); choose fewer rows or a "
+                "smaller engine.max_len"
+            ) from error
+        self._max_len, self._max_new_tokens = max_len, max_new_tokens
+
+    def _new_engine(self, max_len: int, max_new_tokens: int) -> Engine:
+        return Engine(
             self._target,
             self._drafter,
             self._plan,
@@ -212,7 +227,6 @@ class EngineDecoder:
             finder=self._finder,
             top_logprobs=self._top_logprobs,
         )
-        self._max_len, self._max_new_tokens = max_len, max_new_tokens
 
     def fill(self, prompts: Iterator[TokenPrompt]) -> None:
         """Take prompts while there are free slots."""

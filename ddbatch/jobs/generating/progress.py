@@ -61,7 +61,10 @@ class Progress:
             # Not the committed ones, as in a log: of a small run they are none until its end.
             self._bar.n = tally.committed.units + tally.num_open
             self._bar.set_postfix_str(self._text(tally), refresh=False)
-            self._bar.refresh()
+            try:
+                self._bar.refresh()
+            except OSError:  # the terminal is gone, and the run goes on
+                self._bar.disable = True
         elif now - self._last_line >= LINE_SECONDS:
             self._last_line = now
             head = f"committed {tally.committed.units:,}/{tally.num_units:,} rows"

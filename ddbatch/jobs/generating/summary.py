@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from ddbatch.core import ShapePlan
 from ddbatch.jobs.generating.decoder import DecoderFigures
 from ddbatch.jobs.generating.tally import Counts, Tally
-from ddbatch.jobs.show import counted, duration, facts, plural, share
+from ddbatch.jobs.show import counted, duration, facts, plural, share, tell
 
 # More truncated rows than this deserve a word.
 _MANY_TRUNCATED = 0.2
@@ -72,7 +72,7 @@ def print_summary(
     if run.completions:
         place = json.dumps(output_dir, ensure_ascii=False)
         lines.append(("read it", f"datasets.load_dataset({place})"))
-    print(facts(lines))
+    tell(facts(lines))
 
 
 def done_text(output_dir: str, tally: Tally) -> str:

@@ -100,8 +100,8 @@ def main() -> int:
     parser.add_argument("--passes", type=int, help="over the texts or the answers")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     arguments = parser.parse_args()
-    if "teach" in arguments.stages and arguments.teacher is None:
-        parser.error("teach: --teacher=DIR is needed")
+    if "teach" in arguments.stages and not (arguments.teacher and arguments.teacher.is_dir()):
+        parser.error(f"teach: --teacher={arguments.teacher}: a model folder is needed")
     torch.set_float32_matmul_precision("high")
     for stage in arguments.stages:
         started = time.monotonic()
