@@ -66,8 +66,8 @@ def test_rows_for_which_there_is_no_memory_are_a_failure_that_names_the_option(
     pair: Path, tmp_path: Path, capsys: Captured
 ) -> None:
     data = write_jsonl(tmp_path / "p.jsonl", PROMPTS)
-    assert main(command(pair, data, tmp_path / "out", "engine.rows=10000000000")) == 4
-    assert "engine.rows=10000000000: no memory for so many rows" in capsys.readouterr().err
+    assert main(command(pair, data, tmp_path / "out", "engine.rows=10000000000000")) == 4
+    assert "engine.rows=10000000000000: no memory for so many rows" in capsys.readouterr().err
 
 
 PROMPTS = [{"prompt": f"w{n} w{n + 7} w{3 * n}", "name": f"row {n}"} for n in range(7)]
