@@ -119,6 +119,21 @@ def test_a_second_signal_of_any_kind_exits_at_once_with_130(second: signal.Signa
     assert process.wait(timeout=20) == 130
 
 
+def test_a_second_hangup_is_no_second_signal() -> None:
+    """The kernel and the shell both send one when a terminal closes."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    process = started(60)
+    signal.signal(signal.SIGHUP, before)
+    process.send_signal(signal.SIGHUP)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "stopping\n"
+    process.send_signal(signal.SIGHUP)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(timeout=0.5)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=20) == 130
+
+
 def test_a_block_that_outlives_the_grace_time_ends_with_75_and_says_so() -> None:
     process = started(0.3)
     begun = time.monotonic()

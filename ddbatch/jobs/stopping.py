@@ -83,8 +83,9 @@ def _handled_by(handler: signal._HANDLER) -> Iterator[None]:
 
 
 def _listen(handler: signal._HANDLER) -> None:
+    """Hand later signals to another; a terminal that closes sends several, and means one."""
     for number in _heard():
-        signal.signal(number, handler)
+        signal.signal(number, signal.SIG_IGN if number == signal.SIGHUP else handler)
 
 
 def _heard() -> list[signal.Signals]:
