@@ -159,17 +159,14 @@ def quoting_hint(override: Override) -> str:
     if key in FREE_DICTS:
         return f"quote it for the shell, not its names: '{key}={{enable_thinking: false}}'"
     if key in LISTS:
-        items = LISTS[key].replace("a", '"a"').replace("b", '"b"')
+        items = LISTS[key] if OPTION_TYPES[key] == list[int] else '["a","b"]'
         return f"quote the whole list for the shell, and texts in it: '{key}={items}'"
-    value = value.replace("\\${", "${").replace("${", "\\${")
+    value = value.replace("\\${", "${")
     if len(value) > 60 or "\n" in value:
         return f"quote the value for the shell and for Hydra: '{key}=\"VALUE\"'"
-    if '"' not in value:
-        quoted = f'{key}="{value}"'
-    elif "'" not in value:
-        quoted = f"{key}='{value}'"
-    else:
-        quoted = f'{key}="' + value.replace('"', '\\"') + '"'
+    quoted = f"{key}={_hydra_quoted(value)}"
+    if '"' in value and not any(mark in value for mark in ("'", "${")):
+        quoted = f"{key}='{value}'"  # easier to read
     return f"quote the value for the shell and for Hydra: {_shell_quoted(quoted)}"
 
 

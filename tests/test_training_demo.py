@@ -125,12 +125,12 @@ def test_what_is_written_is_what_the_loaders_read(tmp_path: Path) -> None:
     for seed, name in enumerate(("target", "drafter")):
         folder = tmp_path / name
         if name == "target":
-            write_target_config(folder, TINY, "bfloat16")
+            write_target_config(folder, TINY)
             dims = read_target_dims(folder)
             assert dims == TINY
             written = build.Target(TINY, torch.float32, CPU, 64)
         else:
-            write_drafter_config(folder, build_dims, "bfloat16")
+            write_drafter_config(folder, build_dims)
             drafter_dims = read_drafter_dims(folder)
             assert replace(drafter_dims.decoder, eos_token_ids=TINY.eos_token_ids) == (
                 build_dims.decoder
@@ -138,7 +138,7 @@ def test_what_is_written_is_what_the_loaders_read(tmp_path: Path) -> None:
             check_pair(TINY, drafter_dims, 8)
             written = build.DFlash(build_dims, torch.float32, CPU, 64)
         draw_weights(written.destinations(), layers=2, seed=seed)
-        write_weights(folder, written.destinations(), torch.bfloat16)
+        write_weights(folder, written.destinations(), TINY)
         if name == "target":
             read = load_target(folder, dims, "bfloat16", CPU, 64)
         else:

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ddbatch.models.dims import DrafterDims, DtypeName, ModelDims
+from ddbatch.models.dims import DrafterDims, ModelDims
 
 
 def draw_weights(places: dict[str, Tensor], *, layers: int, seed: int) -> None:
@@ -33,14 +33,15 @@ def draw_weights(places: dict[str, Tensor], *, layers: int, seed: int) -> None:
             place.copy_(deviation * torch.randn(place.shape, generator=generator))
 
 
-def write_weights(folder: Path, places: dict[str, Tensor], dtype: torch.dtype) -> None:
-    """model.safetensors of the tensors in `places`, by their names, rounded to dtype."""
+def write_weights(folder: Path, places: dict[str, Tensor], dims: ModelDims) -> None:
+    """model.safetensors of the tensors in `places`, by their names, in dims.stored_dtype."""
+    dtype = getattr(torch, str(dims.stored_dtype))
     tensors = {name: place.detach().to("cpu", dtype).contiguous() for name, place in places.items()}
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def write_target_config(folder: Path, dims: ModelDims, dtype: DtypeName) -> None:
+def write_target_config(folder: Path, dims: ModelDims) -> None:
     """config.json and generation_config.json of a Qwen3 target without windows."""
     assert dims.has_qk_norm
     assert not dims.has_qkv_bias
@@ -52,7 +53,7 @@ def write_target_config(folder: Path, dims: ModelDims, dtype: DtypeName) -> None
         {
             "architectures": ["Qwen3ForCausalLM"],
             "model_type": "qwen3",
-            **_decoder_keys(dims, dtype),
+            **_decoder_keys(dims),
             "tie_word_embeddings": dims.is_tied,
             "use_sliding_window": False,
             "eos_token_id": eos,
@@ -61,7 +62,7 @@ def write_target_config(folder: Path, dims: ModelDims, dtype: DtypeName) -> None
     _write_json(folder / "generation_config.json", {"eos_token_id": eos})
 
 
-def write_drafter_config(folder: Path, dims: DrafterDims, dtype: DtypeName) -> None:
+def write_drafter_config(folder: Path, dims: DrafterDims) -> None:
     """config.json of a DFlash drafter without windows, in the released form."""
     assert dims.decoder.window is None
     assert dims.decoder.rope.llama3 is None
@@ -70,7 +71,7 @@ def write_drafter_config(folder: Path, dims: DrafterDims, dtype: DtypeName) -> N
         {
             "architectures": ["DFlashDraftModel"],
             "model_type": "qwen3",
-            **_decoder_keys(dims.decoder, dtype),
+            **_decoder_keys(dims.decoder),
             "tie_word_embeddings": False,
             "layer_types": ["full_attention"] * dims.decoder.layers,
             "block_size": dims.block,
@@ -83,7 +84,7 @@ def write_drafter_config(folder: Path, dims: DrafterDims, dtype: DtypeName) -> N
     )
 
 
-def _decoder_keys(dims: ModelDims, dtype: DtypeName) -> dict[str, object]:
+def _decoder_keys(dims: ModelDims) -> dict[str, object]:
     return {
         "vocab_size": dims.vocab,
         "hidden_size": dims.width,
@@ -97,7 +98,7 @@ def _decoder_keys(dims: ModelDims, dtype: DtypeName) -> dict[str, object]:
         "rms_norm_eps": dims.norm_eps,
         "rope_theta": dims.rope.theta,
         "max_position_embeddings": dims.max_positions,
-        "torch_dtype": dtype,
+        "torch_dtype": dims.stored_dtype,
     }
 
 

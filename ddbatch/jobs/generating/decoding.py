@@ -32,14 +32,12 @@ from ddbatch.models.load import check_pair, choose_dtype, load_drafter, load_tar
 
 def open_pair(config: Config, eos_token_id: int | None) -> EnginePair:
     """Read the configs of target and drafter; eos_token_id: the tokenizer's own."""
-    for key, path in (("model.path", config.model.path), ("drafter.path", config.drafter.path)):
-        if path is not None:
-            check_model_folder(key, path)
     device = _device(config.engine.device)
     folder = Path(config.model.path)
     target = read_target_dims(folder)
     drafter = None
     if config.drafter.path is not None:
+        check_model_folder("drafter.path", config.drafter.path)
         drafter = read_drafter_dims(Path(config.drafter.path))
         check_pair(target, drafter, config.drafter.block)
     advice = read_generation_config(folder)

@@ -168,8 +168,8 @@ def make_target(arguments: argparse.Namespace) -> None:
                 flush=True,
             )
     print(f"target: held-out loss {held_out_loss(target, held_out):.3f} nats a token")
-    write_target_config(folder, DIMS, "bfloat16")
-    write_weights(folder, target.destinations(), torch.bfloat16)
+    write_target_config(folder, DIMS)
+    write_weights(folder, target.destinations(), DIMS)
 
 
 def answer(arguments: argparse.Namespace) -> None:
@@ -205,8 +205,8 @@ def make_drafter(arguments: argparse.Namespace) -> None:
                 f"chain {now.chain_length:.2f}, {seconds:.0f} s",
                 flush=True,
             )
-    write_drafter_config(arguments.out / "drafter", DRAFTER_DIMS, "bfloat16")
-    write_weights(arguments.out / "drafter", drafter.destinations(), torch.bfloat16)
+    write_drafter_config(arguments.out / "drafter", DRAFTER_DIMS)
+    write_weights(arguments.out / "drafter", drafter.destinations(), DRAFTER_DIMS.decoder)
 
 
 def measure(arguments: argparse.Namespace) -> None:
