@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import importlib
 import os
+import stat
 import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from importlib.util import find_spec
 from io import TextIOWrapper
@@ -234,9 +236,26 @@ def _store_schema() -> None:
 
 
 def _named_job(config: Config) -> int:
+    _keep_triton_local()
     code = importlib.import_module(f"ddbatch.jobs.{config.job}").run(config)
     assert isinstance(code, int), f"job={config.job} returned {code!r}, not an exit code"
     return code
+
+
+def _keep_triton_local() -> None:
+    """Have Triton keep what it compiles on this machine, unless it was told a place: home folders
+    of clusters are on network file systems, where its renames and locks fail."""
+    if {"TRITON_CACHE_DIR", "TRITON_HOME"} & os.environ.keys():
+        return
+    place = Path(tempfile.gettempdir(), f"ddbatch-triton-{os.getuid()}")
+    with suppress(FileExistsError):
+        place.mkdir(mode=0o700)
+    found = place.lstat()
+    # What is compiled is run: nobody else may have made the folder, or write into it.
+    is_ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
+    if not is_ours or found.st_mode & 0o022:
+        place = Path(tempfile.mkdtemp(prefix=f"{place.name}-"))
+    os.environ["TRITON_CACHE_DIR"] = str(place)
 
 
 def _run(config: Config, run_job: Callable[[Config], int]) -> int:

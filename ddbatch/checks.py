@@ -109,13 +109,12 @@ RULES: dict[str, Rule] = {
     "estimate.output_tokens": COUNT,
 }
 
-# Options of the engine's later releases: nothing but the default is accepted, and ALSO_BUILT.
+# Options of the engine's later releases: nothing but the default is accepted.
 NOT_BUILT: dict[str, str] = {
     "model": "revision",
-    "engine": "spine capture gate on_gate_failure audit_rate reproducible",
+    "engine": "spine reproducible",
     "shards": "wait",
 }
-ALSO_BUILT: dict[str, tuple[object, ...]] = {"engine.capture": (False,)}
 
 REQUIRED = ("model.path", "data.path", "output_dir")
 # What a job cannot do without; the others need what generate needs.
@@ -199,7 +198,7 @@ def check_built(config: Config) -> None:
     refused = [
         f"{key}={shown(option(config, key))} is not built yet"
         for key in later
-        if option(config, key) not in (option(defaults, key), *ALSO_BUILT.get(key, ()))
+        if option(config, key) != option(defaults, key)
     ]
     if refused:
         raise ValueError("; ".join(refused))

@@ -78,12 +78,27 @@ class ShapePlan:
 
 @dataclass(frozen=True)
 class CachePlan:
-    """The cache pool: `slots` sequences, `pages` pages of `page` tokens, `max_len` a slot."""
+    """The cache pool: `slots` sequences, `pages` pages of `page` tokens, `max_len` a slot.
+
+    key_counts: rising, up to max_len: attention looks at one of these counts of keys, the first
+    that no live sequence exceeds.
+    """
 
     slots: int
     pages: int
     page: int
     max_len: int
+    key_counts: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class PrefillPlan:
+    """Shapes of one prefill call: `chunks` pieces of prompts, each `chunk` tokens that begin at a
+    multiple of `chunk`. is_fixed: calls that are not full are padded to that size."""
+
+    chunks: int
+    chunk: int
+    is_fixed: bool
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 
 from ddbatch.checks import (
-    ALSO_BUILT,
     BUILT_JOBS,
     FILES,
     FREE_DICTS,
@@ -83,10 +82,10 @@ DESCRIPTIONS: dict[str, str] = {
     "engine.max_len": "prompt and output tokens of a row together; part of the identity",
     "engine.page": "tokens a page of the cache",
     "engine.gemm_limit": "refuse plans with more tokens a round (rows x (budget + 1))",
-    "engine.capture": "CUDA graphs",
-    "engine.gate": "hold a captured plan against plain decoding before it serves rows",
-    "engine.on_gate_failure": "what follows: stop the run, or go on with another plan",
-    "engine.audit_rate": "share of the finished rows that are scored again and compared",
+    "engine.capture": "run each round as one CUDA graph",
+    "engine.gate": "on CUDA: hold a plan against plain decoding before it serves rows",
+    "engine.on_gate_failure": "stop the run, or go on with a plan that passes the gate",
+    "engine.audit_rate": "share of the finished rows (the longest) scored again by plain decoding",
     "engine.reproducible": "equal bits whatever the budget, the rows and the workers",
     "output.part_seconds": "seconds until a part is closed: what a kill -9 costs at most",
     "output.part_rows": "rows after which a part is closed",
@@ -126,7 +125,7 @@ AUTO: dict[str, str] = {
     "engine.max_len": "the model's context",
     "engine.page": "a whole row on a CPU, 64 on CUDA",
     "engine.gemm_limit": "no limit",
-    "engine.capture": "no graphs",
+    "engine.capture": "`true` on CUDA, `false` on a CPU",
     "output.resume": "go on with what is there",
     "shards.start": "from the number of a Slurm array's task",
 }
@@ -236,8 +235,7 @@ def _meaning(key: str) -> str:
 def _values(key: str, config: type[Config]) -> str:
     """The values that are accepted, in words."""
     if not _is_built(key):
-        accepted = (option(config(), key), *ALSO_BUILT.get(key, ()))
-        return "only " + _either(shown(value) for value in accepted)
+        return f"only `{shown(option(config(), key))}`"
     if key == "job":
         return _either(BUILT_JOBS)
     if key in VALUES or key in FREE_DICTS:

@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
-from ddbatch.core import Completion, Key, Rejected, Sampling, StopFinder, TokenPrompt
+from ddbatch.core import (
+    Completion,
+    Key,
+    PrefillPlan,
+    Rejected,
+    Sampling,
+    StopFinder,
+    TokenPrompt,
+)
 from ddbatch.engine.engine import Engine
 from ddbatch.engine.plan import choose_method, plan_cache, plan_shapes
+from ddbatch.engine.programs import GraphPool
 from ddbatch.models.decoder import Target
 from ddbatch.models.dflash import DFlash
 
 GREEDY = Sampling()
+CAP = 20
 
 
 def make_engine(
@@ -25,12 +36,15 @@ def make_engine(
     rows: int = 3,
     max_len: int = 96,
     page: int | None = None,
-    max_new_tokens: int = 20,
-    prefill_tokens: int = 64,
+    pages: int | None = None,
+    prefill_plan: PrefillPlan | None = None,
+    is_captured: bool = True,
     finder: StopFinder | None = None,
     top_logprobs: int | None = None,
 ) -> Engine:
-    """An engine for this method; the drafter is left out where the method needs none."""
+    """An engine for this method, captured on a GPU; the drafter is left out where the method needs
+    none."""
+    device = target.embed.device.type
     name = choose_method(method, budget, drafter is not None)
     plan = plan_shapes(
         name,
@@ -40,16 +54,18 @@ def make_engine(
         block=drafter.dims.block if drafter else 1,
         vocab=target.dims.vocab,
         gemm_limit=None,
-        device=target.embed.device.type,
+        device=device,
     )
-    cache_plan = plan_cache(rows, max_len=max_len, page=page, device=target.embed.device.type)
+    cache_plan = plan_cache(rows, max_len=max_len, page=page, device=device)
+    if pages is not None:  # fewer than the slots could fill
+        cache_plan = replace(cache_plan, pages=pages)
     return Engine(
         target,
         drafter if plan.nodes > 1 else None,
         plan,
         cache_plan,
-        max_new_tokens=max_new_tokens,
-        prefill_tokens=prefill_tokens,
+        prefill_plan=prefill_plan,
+        pool=GraphPool() if is_captured and device == "cuda" else None,
         finder=finder,
         top_logprobs=top_logprobs,
     )
@@ -72,11 +88,10 @@ def token_prompts(
 def decode(
     engine: Engine,
     prompts: Sequence[Sequence[int]],
-    caps: int | Sequence[int] | None = None,
+    caps: int | Sequence[int] = CAP,
     sampling: Sampling | Sequence[Sampling] = GREEDY,
 ) -> list[Completion]:
-    """Completions in the order of the prompts; caps default to what the engine was made for."""
-    caps = engine.state.output_SO.shape[1] if caps is None else caps
+    """Completions in the order of the prompts."""
     return run_all(engine, token_prompts(prompts, caps, sampling))
 
 

@@ -24,9 +24,11 @@ from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
 from ddbatch.core import Completion, Rejected, ShapePlan, StopFinder, TokenPrompt
 from ddbatch.jobs.generating.decoder import DecoderFigures
+from ddbatch.jobs.generating.trials import Trials
 
 VOCAB = 97
 EOS = 1
+FAILURE = "the engine broke"
 TEMPLATE = (
     "{% for m in messages %}<s> {{ m.role }} {{ m.content }} {% endfor %}"
     "{% if add_generation_prompt %}<s> assistant{% endif %}"
@@ -98,13 +100,15 @@ class FakeDecoder:
         self._figures = [0, 0, 0, 0]
         self.about: dict[str, object] = {}
         self.plan = ShapePlan(rows=options.rows, nodes=5, block=4, draft_depth=3, topk=4)
-        self.max_len = self.max_new_tokens = 0
+        self.max_len = 0
+        self.notes: list[str] = []
+        self.seconds_judged = 0.0
         self.grown: list[int] = []
 
-    def grow(self, *, max_len: int, max_new_tokens: int) -> None:
+    def grow(self, max_len: int) -> None:
         assert not self.is_busy
         assert max_len >= self.max_len
-        self.max_len, self.max_new_tokens = max_len, max_new_tokens
+        self.max_len = max_len
         self.grown.append(max_len)
 
     def fill(self, prompts: Iterator[TokenPrompt]) -> None:
@@ -115,7 +119,6 @@ class FakeDecoder:
             if prompt is None:
                 break
             assert len(prompt.token_ids) + prompt.max_new_tokens <= self.max_len, prompt
-            assert prompt.max_new_tokens <= self.max_new_tokens, prompt
             self._ready.append(self._sequence(prompt))
             self._figures[3] += 1
         while self._ready and len(self._live) < self._options.rows:
@@ -130,7 +133,7 @@ class FakeDecoder:
         self._figures[0] += 1
         self._figures[1] += self._options.rows
         if self._figures[0] == self._options.fail_at_step:
-            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+            raise RuntimeError(FAILURE)
         if self._options.steps_file is not None:
             with open(self._options.steps_file, "a") as file:
                 file.write(".")
@@ -149,6 +152,9 @@ class FakeDecoder:
     def collect(self) -> Iterator[Completion | Rejected]:
         while self._results:
             yield self._results.pop()
+
+    def finish(self) -> None:
+        assert not self.is_busy
 
     @property
     def figures(self) -> DecoderFigures:
@@ -224,7 +230,7 @@ class FakePair:
     def about(self) -> dict[str, object]:
         return {"device": "fake", "dtype": self.dtype, "rows": self.options.rows}
 
-    def load(self, num_rows: int, finder: StopFinder) -> FakeDecoder:
+    def load(self, num_rows: int, finder: StopFinder, trials: Trials) -> FakeDecoder:
         return FakeDecoder(self.options, finder, self.top_logprobs)
 
 

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ddbatch.models.decoder import Target, TargetOutput
 from ddbatch.models.families import read_target_dims
-from ddbatch.models.layers import LayerKeys, Planes, Ragged, VisibleKeys
+from ddbatch.models.layers import LayerKeys, Planes, VisibleKeys
 
 TOLERANCE = 1e-4  # largest difference of scores, relative to the largest score
 
@@ -146,9 +146,10 @@ def assert_close(ours: Tensor, theirs: Tensor) -> None:
 
 
 class Runner:
-    """Drives a target as the engine does: planes of shuffled cells, committed from scratch.
+    """Drives a target as the engine does: rows live in shuffled cells of the cache planes, a
+    forward's own keys go to scratch cells behind them and are committed from there.
 
-    Cells that nobody owns are NaN; a row's missing keys point at one cell of zeros.
+    Cells that nobody has written are NaN; a row's missing keys point at one cell of zeros.
     """
 
     def __init__(self, model: Target, rows: int, max_len: int, dtype: torch.dtype) -> None:
@@ -157,10 +158,9 @@ class Runner:
         cells = rows * max_len
         generator = torch.Generator().manual_seed(5)
         self.addr_BS = torch.randperm(cells, generator=generator).view(rows, max_len)
-        self.null_cell = cells
-        shape = (dims.layers, cells + 1, dims.kv_heads, dims.head_width)
+        self.null_cell, self.trash_cell, self.scratch_cell = cells, cells + 1, cells + 2
+        shape = (dims.layers, 2 * cells + 2, dims.kv_heads, dims.head_width)
         self.cache = Planes(*(torch.full(shape, torch.nan, dtype=dtype) for _ in range(2)))
-        self.scratch = Planes(*(torch.full(shape, torch.nan, dtype=dtype) for _ in range(2)))
         for plane in self.cache:
             plane[:, self.null_cell] = 0
         self.length_B = torch.zeros(rows, dtype=torch.long)
@@ -174,34 +174,34 @@ class Runner:
         tap_layers: tuple[int, ...] = (),
     ) -> TargetOutput:
         """All rows at once; a query sees its row's committed keys and those of is_visible_BQQ."""
-        return self.model(
-            token_BQ.flatten(),
-            pos_BQ.flatten(),
-            self.cache,
-            self.scratch,
-            self.keys(pos_BQ, is_visible_BQQ),
-            tap_layers,
-        )
-
-    def keys(
-        self, pos_BQ: Tensor, is_visible_BQQ: Tensor, ragged: Ragged | None = None
-    ) -> LayerKeys:
-        """A sliding layer's query at p sees keys at p - window + 1..p, wherever they stand."""
-        num_keys = int(self.length_B.max())
+        (B, Q), num_keys = token_BQ.shape, int(self.length_B.max())
+        cell_BQ = self.scratch_cell + torch.arange(B * Q).view(B, Q)
         exists_BS = torch.arange(num_keys) < self.length_B[:, None]
         addr_BS = torch.where(exists_BS, self.addr_BS[:, :num_keys], self.null_cell)
-        is_visible = torch.cat(
-            (exists_BS[:, None].expand(-1, is_visible_BQQ.shape[1], -1), is_visible_BQQ), dim=-1
+        keys = self.keys(
+            torch.cat((addr_BS, cell_BQ), dim=1),
+            torch.cat((exists_BS[:, None].expand(-1, Q, -1), is_visible_BQQ), dim=2),
+            pos_BQ,
+            torch.cat((torch.arange(num_keys).expand(B, -1), pos_BQ), dim=1),
         )
-        is_near = torch.ones_like(is_visible)
+        out: TargetOutput = self.model(
+            token_BQ.flatten(), pos_BQ.flatten(), self.cache, cell_BQ.flatten(), keys, tap_layers
+        )
+        return out
+
+    def keys(
+        self, addr_BZ: Tensor, is_visible_BQZ: Tensor, pos_BQ: Tensor, pos_BZ: Tensor
+    ) -> LayerKeys:
+        """A sliding layer's query at p sees keys at p - window + 1..p, wherever they stand."""
+        is_near = torch.ones_like(is_visible_BQZ)
         for row, positions in enumerate(pos_BQ.tolist()):
             for query, here in enumerate(positions):
-                for key, there in enumerate([*range(num_keys), *positions]):
-                    is_near[row, query, key] = here - (self.model.dims.window or 0) < there
-        zeros = torch.zeros(is_visible.shape, dtype=self.cache.k_LXGE.dtype)
+                for key, there in enumerate(pos_BZ[row].tolist()):
+                    is_near[row, query, key] = here - (self.model.dims.window or 0) < there <= here
+        zeros = torch.zeros(is_near.shape, dtype=self.cache.k_LXGE.dtype)
         full, sliding = (
-            VisibleKeys(addr_BS, zeros.masked_fill(~mask, -torch.inf), ragged)
-            for mask in (is_visible, is_visible & is_near)
+            VisibleKeys(addr_BZ, zeros.masked_fill(~mask, -torch.inf))
+            for mask in (is_visible_BQZ, is_visible_BQZ & is_near)
         )
         return LayerKeys(full, sliding)
 
@@ -209,8 +209,8 @@ class Runner:
         """Append scratch entries (flat token numbers of the last forward) to a row's cells."""
         start = int(self.length_B[row])
         cells = self.addr_BS[row, start : start + len(tokens)]
-        for plane, new in zip(self.cache, self.scratch, strict=True):
-            plane[:, cells] = new[:, tokens]
+        for plane in self.cache:
+            plane[:, cells] = plane[:, [self.scratch_cell + token for token in tokens]]
         self.length_B[row] += len(tokens)
 
     def extend(self, token_ids: list[int]) -> Tensor:
@@ -221,6 +221,40 @@ class Runner:
         out = self.forward(torch.tensor([token_ids]), pos[None], causal)
         self.commit(0, list(range(len(token_ids))))
         return self.model.logits(out.hidden_TD)
+
+    @torch.inference_mode()
+    def shared_call(self, pieces_of_rows: list[tuple[int, list[int]]]) -> list[Tensor]:
+        """Scores [T, V] of pieces of prompts, each behind what its row has so far, in one call that
+        writes their keys to the rows' own cells, as the engine's prefill does. Places beyond a
+        short piece write into trash and see one key."""
+        width = max(len(ids) for _, ids in pieces_of_rows)
+        num_keys = int(self.length_B.max()) + sum(len(ids) for _, ids in pieces_of_rows)
+        token, pos, cell, addr, visible = [], [], [], [], []
+        for row, ids in pieces_of_rows:
+            start, padding = int(self.length_B[row]), [0] * (width - len(ids))
+            end = start + len(ids)
+            own = self.addr_BS[row].tolist()
+            token.append(ids + padding)
+            pos.append([*range(start, end), *padding])
+            cell.append(own[start:end] + [self.trash_cell] * len(padding))
+            addr.append(own[:end] + [self.null_cell] * (num_keys - end))
+            visible.append([[key <= here for key in range(num_keys)] for here in pos[-1]])
+            self.length_B[row] = end
+        pos_RQ, addr_RS = torch.tensor(pos), torch.tensor(addr)
+        pos_RS = torch.arange(num_keys).expand(len(addr), -1)
+        keys = self.keys(addr_RS, torch.tensor(visible), pos_RQ, pos_RS)
+        out = self.model(
+            torch.tensor(token).flatten(),
+            pos_RQ.flatten(),
+            self.cache,
+            torch.tensor(cell).flatten(),
+            keys,
+        )
+        logits_RQV = self.model.logits(out.hidden_TD).unflatten(0, (len(token), width))
+        return [
+            scores_QV[: len(ids)]
+            for scores_QV, (_, ids) in zip(logits_RQV, pieces_of_rows, strict=True)
+        ]
 
 
 def prefilled(model: Target, texts: list[list[int]], max_len: int) -> Runner:
@@ -238,23 +272,6 @@ def prefilled(model: Target, texts: list[list[int]], max_len: int) -> Runner:
 def pieces(token_ids: list[int], size: int) -> Iterator[list[int]]:
     for start in range(0, len(token_ids), size):
         yield token_ids[start : start + size]
-
-
-def ragged_call(runner: Runner, pieces_of_rows: list[list[int]]) -> tuple[Tensor, ...]:
-    """Scores of unequal pieces of all rows in one call of the fewest tokens, per row."""
-    sizes = torch.tensor([len(ids) for ids in pieces_of_rows])
-    width = int(sizes.max())
-    begin_B, index_Q = sizes.cumsum(0) - sizes, torch.arange(width)
-    rows = torch.arange(len(sizes)).repeat_interleave(sizes)
-    index_T = torch.arange(len(rows)) - begin_B[rows]
-    ragged = Ragged(begin_B[:, None] + index_Q.minimum(sizes[:, None] - 1), rows * width + index_T)
-    causal = (index_Q[:, None] >= index_Q) & (index_Q < sizes[:, None, None])
-    token_T = torch.tensor([token for ids in pieces_of_rows for token in ids])
-    pos_T = runner.length_B[rows] + index_T
-    with torch.inference_mode():
-        keys = runner.keys(pos_T[ragged.token_BQ], causal, ragged)
-        out = runner.model(token_T, pos_T, runner.cache, runner.scratch, keys)
-        return runner.model.logits(out.hidden_TD).split(sizes.tolist())
 
 
 class Trees(NamedTuple):

@@ -2,135 +2,281 @@
 
     python tests/measure_methods.py TARGET DRAFTER PROMPTS.jsonl [--dtype bfloat16] [--rows 1 8]
 
-PROMPTS has one {"token_ids": [...]} a line. All arms run in one process, interleaved, after a
-warm-up of each; a line gives the median of the repeats and their spread. Time is the whole of
-Engine.run: prefill, rounds, drain and the collection of results.
+PROMPTS has one {"token_ids": [...]} a line; they are repeated up to --num-prompts. All arms of a
+number of rows share a process; each has one engine, which is warmed by a pass, and then timed
+passes of the arms take turns. A line gives the median of an arm's passes and their spread. Time is
+the whole of Engine.run: prefill, rounds, drain and the collection of results. --transformers adds
+`generate` of Hugging Face transformers on the same target, in full batches of as many rows.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
 import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import cycle, islice
 from pathlib import Path
-from typing import NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import torch
+from measuring import (
+    Arm,
+    Cell,
+    Pair,
+    add_options,
+    finish,
+    headline,
+    keep_state,
+    make_engine,
+    make_steady,
+    open_pair,
+    pick_device,
+    pick_pool,
+    save,
+    shape_now,
+    table,
+    text_of,
+    times_ms,
+)
 
 from ddbatch.core import Completion, Key, Sampling, TokenPrompt
-from ddbatch.engine.engine import Engine
-from ddbatch.engine.plan import Method, plan_cache, plan_shapes
-from ddbatch.models.dflash import read_drafter_dims
-from ddbatch.models.dims import DtypeName
-from ddbatch.models.families import read_target_dims
-from ddbatch.models.load import check_pair, choose_dtype, load_drafter, load_target, set_numerics
+from ddbatch.engine.engine import Engine, EngineStats
+from ddbatch.engine.plan import Method
+from ddbatch.engine.programs import GraphPool
 
+HEADS = (
+    "method",
+    "rows",
+    "prompts",
+    "tokens/s (min-max)",
+    "against autoregressive",
+    "acceptance length",
+    "ms a round",
+    "device ms a round",
+    "useful row-rounds % while prompts wait",
+    "outputs equal to autoregressive",
+)
 
-class Arm(NamedTuple):
-    """One column of the comparison."""
-
-    method: Method
-    budget: int | None
-    rows: int
+Outputs = list[tuple[int, ...]]
 
 
 class Pass(NamedTuple):
-    """One timed pass of an arm over all prompts."""
+    """One timed pass over all prompts. useful: of row-rounds while prompts waited, None where all
+    prompts had a slot at once."""
 
     tokens_per_second: float
-    acceptance_length: float
-    ms_per_round: float
-    outputs: list[tuple[int, ...]]
+    seconds: float
+    acceptance_length: float | None
+    ms_per_round: float | None
+    useful: float | None
+    outputs: Outputs
+
+
+class Line(NamedTuple):
+    """All passes of a method at a number of rows."""
+
+    method: str
+    rows: int
+    passes: list[Pass]
+    device_ms: float | None
+
+    @property
+    def rates(self) -> list[float]:
+        return [item.tokens_per_second for item in self.passes]
 
 
 def main() -> None:
     args = parse()
-    set_numerics()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    target_dims, drafter_dims = read_target_dims(args.target), read_drafter_dims(args.drafter)
-    check_pair(target_dims, drafter_dims, None)
-    dtype = choose_dtype(args.dtype, target_dims, device)
+    device = pick_device()
     prompts = [tuple(json.loads(line)["token_ids"]) for line in args.prompts.open()]
     max_len = max(map(len, prompts)) + args.max_new_tokens
-    target = load_target(args.target, target_dims, dtype, device, max_len + drafter_dims.block)
-    drafter = load_drafter(args.drafter, drafter_dims, dtype, device, max_len + drafter_dims.block)
+    pair = open_pair(args.target, args.drafter, args.dtype, device, max_len)
+    model = load_transformers(args.target, pair) if args.transformers else None
+    pool = pick_pool(args.capture, device)
+    print(headline(pair))
+    print(
+        f"{len(prompts)} prompts of {min(map(len, prompts))} to {max(map(len, prompts))} tokens, "
+        f"repeated; {args.max_new_tokens} new tokens, stop {args.stop or 'nowhere'}, greedy; "
+        f"median of {args.repeats} passes\n"
+    )
+    lines: list[Line] = []
+    for rows in args.rows:
+        count = args.num_prompts or max(8, 4 * rows)
+        work = [
+            TokenPrompt(
+                Key(place, 0, 0),
+                ids,
+                args.max_new_tokens,
+                Sampling(stop_token_ids=tuple(args.stop)),
+            )
+            for place, ids in enumerate(islice(cycle(prompts), count))
+        ]
+        lines += measure_rows(args, pair, model, pool, work, rows, max_len)
+        numbers = [numbers_of(line) for line in lines]
+        save(args.json, {"headline": headline(pair), "lines": numbers})
+    print(table(HEADS, rows_of(lines)))
+
+
+def measure_rows(
+    args: argparse.Namespace,
+    pair: Pair,
+    model: Any,
+    pool: GraphPool | None,
+    work: Sequence[TokenPrompt],
+    rows: int,
+    max_len: int,
+) -> list[Line]:
+    """Passes of every method, in turns; autoregressive comes first."""
     methods: list[tuple[Method, int | None]] = [("autoregressive", None), ("chain", None)]
     methods += [("ddtree", budget) for budget in args.budgets]
-    arms = [Arm(method, budget, rows) for rows in args.rows for method, budget in methods]
-
-    def run(arm: Arm) -> Pass:
-        plan = plan_shapes(
-            arm.method,
-            budget=arm.budget,
-            topk=None,
-            rows=arm.rows,
-            block=drafter_dims.block,
-            vocab=target_dims.vocab,
-            gemm_limit=None,
-            device=device.type,
-        )
-        cache_plan = plan_cache(arm.rows, max_len=max_len, page=None, device=device.type)
-        engine = Engine(
-            target,
-            drafter if plan.nodes > 1 else None,
-            plan,
-            cache_plan,
-            max_new_tokens=args.max_new_tokens,
-        )
-        return timed(
-            engine, prompts, args.max_new_tokens, Sampling(stop_token_ids=tuple(args.stop))
-        )
-
-    passes: dict[Arm, list[Pass]] = {arm: [] for arm in arms}
-    for repeat in range(args.repeats + 1):  # the first round is the warm-up
-        for arm in arms:
-            result = run(arm)
-            if repeat:
-                passes[arm].append(result)
-    gpu = torch.cuda.get_device_name() if device.type == "cuda" else platform.processor()
-    print(
-        f"{gpu or device}, torch {torch.__version__}, {torch.get_num_threads()} threads, {dtype}, "
-        f"{len(prompts)} prompts, {args.max_new_tokens} new tokens, stop {args.stop}, "
-        f"median of {args.repeats}"
-    )
-    print(
-        "| method | budget | rows | tokens/s (min-max) | acceptance length | ms a round | "
-        "outputs equal to autoregressive |"
-    )
-    print("| --- | --- | --- | --- | --- | --- | --- |")
-    plain = passes[arms[0]][0].outputs
-    for arm, results in passes.items():
-        rates = [result.tokens_per_second for result in results]
-        same = sum(ours == theirs for ours, theirs in zip(results[0].outputs, plain, strict=True))
-        print(
-            f"| {arm.method} | {'' if arm.budget is None else arm.budget} | {arm.rows} | "
-            f"{statistics.median(rates):.1f} ({min(rates):.1f}-{max(rates):.1f}) | "
-            f"{results[0].acceptance_length:.3f} | "
-            f"{statistics.median(result.ms_per_round for result in results):.2f} | "
-            f"{same} of {len(plain)} |"
-        )
-
-
-def timed(
-    engine: Engine, prompts: list[tuple[int, ...]], max_new_tokens: int, own: Sampling
-) -> Pass:
-    work = [
-        TokenPrompt(Key(place, 0, 0), ids, max_new_tokens, own) for place, ids in enumerate(prompts)
+    arms = [Arm(method, budget, rows) for method, budget in methods]
+    engines = [make_engine(pair, arm, max_len, pool) for arm in arms]
+    few = work[: rows * args.transformers_batches]
+    passes: list[list[Pass]] = [[] for _ in arms]
+    plain: list[Pass] = []
+    for repeat in range(args.repeats + 1):  # the first one warms up
+        for engine, results in zip(engines, passes, strict=True):
+            result = run_engine(engine, work)
+            results += [result] if repeat else []
+        if model is not None:
+            result = run_transformers(model, few, rows)
+            plain += [result] if repeat else []
+    lines = [
+        Line(arm.name, rows, results, time_round(engine, max_len))
+        for arm, engine, results in zip(arms, engines, passes, strict=True)
     ]
+    return lines + ([Line("transformers", rows, plain, None)] if plain else [])
+
+
+def run_engine(engine: Engine, work: Sequence[TokenPrompt]) -> Pass:
+    """One pass; its results are read back, so the device is done when the clock stops."""
+    before = replace(engine.stats)
+    at_last: list[EngineStats] = []
+
+    def prompts() -> Iterator[TokenPrompt]:
+        yield from work
+        at_last.append(replace(engine.stats))  # a slot is free, and no prompt is left for it
+
     started = time.perf_counter()
-    done = [item for item in engine.run(iter(work)) if isinstance(item, Completion)]
-    seconds = time.perf_counter() - started  # results were read back, so the device is done
+    done = [item for item in engine.run(prompts()) if isinstance(item, Completion)]
+    seconds = time.perf_counter() - started
+    assert len(done) == len(work), (len(done), len(work))
     done.sort(key=lambda completion: completion.key)
     tokens = sum(len(completion.token_ids) for completion in done)
-    rounds = sum(len(completion.accepted) for completion in done)
+    live = at_last[0].live_row_rounds - before.live_row_rounds
+    # On CUDA the record of the last round launched was not read at that moment.
+    unread = engine.plan.rows if engine.target.embed.is_cuda else 0
+    row_rounds = at_last[0].row_rounds - before.row_rounds - unread
     return Pass(
         tokens / seconds,
-        (tokens - len(done)) / rounds,
-        1000 * seconds / engine.stats.rounds,
+        seconds,
+        # The prompt's forward gives the first token.
+        (tokens - len(done)) / sum(len(completion.accepted) for completion in done),
+        1000 * seconds / (engine.stats.rounds - before.rounds),
+        100 * live / row_rounds if row_rounds > 0 else None,
         [completion.token_ids for completion in done],
     )
+
+
+def time_round(engine: Engine, max_len: int) -> float:
+    """Milliseconds of a round alone, all rows live in the middle of their sequences, on CUDA of the
+    device: the median of some repeats. The engine is of no use afterwards."""
+    own = Sampling()
+    make_steady(engine, max_len // 2, max_len - max_len // 2, own)
+    program, shape = engine.programs, shape_now(engine, own)
+    restore = keep_state(engine.state)
+    (times,) = times_ms(
+        [lambda: program.round(shape)],
+        engine.target.embed.device,
+        before=restore,
+        repeats=20,
+    )
+    return statistics.median(times)
+
+
+def load_transformers(folder: Path, pair: Pair) -> Any:
+    """The same target in Hugging Face transformers."""
+    from transformers import AutoModelForCausalLM
+
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=pair.dtype, attn_implementation="sdpa"
+    )
+    return model.to(pair.device).eval()
+
+
+@torch.inference_mode()
+def run_transformers(model: Any, work: Sequence[TokenPrompt], rows: int) -> Pass:
+    """One pass of `generate` over full batches, padded on the left."""
+    from transformers import GenerationConfig
+
+    configure: Any = GenerationConfig  # its constructor has no hints
+    stop, cap = work[0].sampling.stop_token_ids, work[0].max_new_tokens
+    # Given to the model, not to the call: a call's None would mean the model's own stop token.
+    model.generation_config = configure(
+        do_sample=False, max_new_tokens=cap, eos_token_id=list(stop) or None, pad_token_id=0
+    )
+    outputs: Outputs = []
+    started = time.perf_counter()
+    for first in range(0, len(work), rows):
+        batch = [prompt.token_ids for prompt in work[first : first + rows]]
+        width = max(map(len, batch))
+        ids = torch.tensor([[0] * (width - len(ids)) + list(ids) for ids in batch])
+        mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in batch])
+        made = model.generate(ids.to(model.device), attention_mask=mask.to(model.device))
+        outputs += [cut(tuple(line), stop) for line in made[:, width:].tolist()]
+    finish(model.device)
+    seconds = time.perf_counter() - started
+    return Pass(sum(map(len, outputs)) / seconds, seconds, None, None, None, outputs)
+
+
+def cut(token_ids: tuple[int, ...], stop: tuple[int, ...]) -> tuple[int, ...]:
+    """What stands up to the first stop token, that one included."""
+    end = next((place for place, token in enumerate(token_ids) if token in stop), len(token_ids))
+    return token_ids[: end + 1]
+
+
+def same_outputs(line: Line, lines: Sequence[Line]) -> int:
+    """Outputs that are autoregressive decoding's at the same rows."""
+    plain = next(other for other in lines if other.rows == line.rows)
+    pairs = zip(line.passes[0].outputs, plain.passes[0].outputs, strict=False)
+    return sum(ours == theirs for ours, theirs in pairs)
+
+
+def rows_of(lines: Sequence[Line]) -> Iterator[list[Cell]]:
+    """The table."""
+    for line in lines:
+        plain = next(other for other in lines if other.rows == line.rows)
+        rate, count = statistics.median(line.rates), len(line.passes[0].outputs)
+        low, middle, high = map(text_of, (min(line.rates), rate, max(line.rates)))
+        spread = f"{middle} ({low}-{high})"
+        gain = f"{rate / statistics.median(plain.rates):.2f}"
+        yield [
+            line.method,
+            line.rows,
+            count,
+            spread,
+            gain,
+            median(item.acceptance_length for item in line.passes),
+            median(item.ms_per_round for item in line.passes),
+            line.device_ms,
+            median(item.useful for item in line.passes),
+            f"{same_outputs(line, lines)} of {count}",
+        ]
+
+
+def median(values: Iterator[float | None]) -> float | None:
+    """None where there is nothing."""
+    there = [value for value in values if value is not None]
+    return statistics.median(there) if there else None
+
+
+def numbers_of(line: Line) -> dict[str, object]:
+    """What the table is made of."""
+    passes = [item._asdict() | {"outputs": len(item.outputs)} for item in line.passes]
+    return line._asdict() | {"passes": passes}
 
 
 def parse() -> argparse.Namespace:
@@ -138,12 +284,15 @@ def parse() -> argparse.Namespace:
     parser.add_argument("target", type=Path)
     parser.add_argument("drafter", type=Path)
     parser.add_argument("prompts", type=Path)
-    parser.add_argument("--dtype", default="auto", choices=["auto", *get_args(DtypeName)])
+    add_options(parser)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8])
-    parser.add_argument("--budgets", type=int, nargs="+", default=[8, 16, 32])
+    parser.add_argument("--budgets", type=int, nargs="*", default=[8, 16, 32])
+    parser.add_argument("--num-prompts", type=int, help="default: 4 a row, at least 8")
     parser.add_argument("--max-new-tokens", type=int, default=96)
-    parser.add_argument("--stop", type=int, nargs="*", default=[2])
+    parser.add_argument("--stop", type=int, nargs="*", default=[2], help="none: to the cap")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--transformers", action="store_true", help="add its generate")
+    parser.add_argument("--transformers-batches", type=int, default=2, help="a pass")
     return parser.parse_args()
 
 

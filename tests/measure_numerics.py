@@ -154,7 +154,6 @@ def judge(
             page=None,
             device=target.embed.device.type,
         ),
-        max_new_tokens=args.max_new_tokens,
     )
     started = time.perf_counter()
     done = [item for item in engine.run(iter(prompts)) if isinstance(item, Completion)]

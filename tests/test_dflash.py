@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ddbatch.engine.commit import append_context
 from ddbatch.engine.draft import draft
-from ddbatch.engine.plan import plan_cache, plan_shapes
+from ddbatch.engine.plan import plan_cache, plan_prefill, plan_shapes
 from ddbatch.engine.state import RoundState, allocate_state, cell_of
 from ddbatch.models.decoder import Target
 from ddbatch.models.dflash import DFlash
@@ -169,21 +169,26 @@ def assert_close(ours: Tensor, theirs: Tensor) -> None:
 def run_blocks(trio: Trio, contexts: list[Planes], anchors: list[int]) -> Tensor:
     """Hidden states [B, K, D] of one block per row; contexts: keys and values [L, S, G, E] each.
 
-    Cells are shuffled, those that nobody owns are NaN, missing keys point at a cell of zeros.
+    Cells are shuffled, those that nobody owns are NaN, missing keys point at a cell of zeros; the
+    blocks' own keys go to the cells behind it.
     """
     drafter, block = trio.drafter, trio.drafter.dims.block
     lengths = torch.tensor([context.k_LXGE.shape[1] for context in contexts])
     rows, num_keys = len(contexts), int(lengths.max())
     cells = torch.randperm(rows * num_keys, generator=torch.Generator().manual_seed(3))
     addr_BS = cells.view(rows, num_keys).clone()
-    shape = (contexts[0].k_LXGE.shape[0], rows * num_keys + 1, *contexts[0].k_LXGE.shape[2:])
+    null_cell, num_own = rows * num_keys, rows * block
+    num_layers, _, *sizes = contexts[0].k_LXGE.shape
+    shape = (num_layers, null_cell + 1 + num_own, *sizes)
     cache = Planes(torch.full(shape, torch.nan), torch.full(shape, torch.nan))
+    cell_BK = torch.arange(null_cell + 1, null_cell + 1 + num_own).view(rows, block)
     exists_BS = torch.arange(num_keys) < lengths[:, None]
     for row, context in enumerate(contexts):
         for plane, new in zip(cache, context, strict=True):
             plane[:, addr_BS[row, : lengths[row]]] = new
-            plane[:, -1] = 0
-    addr_BS[~exists_BS] = rows * num_keys
+            plane[:, null_cell] = 0
+    addr_BS[~exists_BS] = null_cell
+    addr_BZ = torch.cat((addr_BS, cell_BK), dim=1)
     pos_BK = lengths[:, None] + torch.arange(block)
     is_full = torch.cat((exists_BS, torch.ones(rows, block, dtype=torch.bool)), dim=1)
     pos_BZ = torch.cat((torch.arange(num_keys).expand(rows, -1), pos_BK), dim=1)
@@ -192,13 +197,14 @@ def run_blocks(trio: Trio, contexts: list[Planes], anchors: list[int]) -> Tensor
     is_full = is_full[:, None].expand_as(distance)
     is_sliding = is_full & (distance >= 0) & (distance < window)
     full, sliding = (
-        VisibleKeys(addr_BS, torch.zeros(mask.shape).masked_fill(~mask, -torch.inf))
+        VisibleKeys(addr_BZ, torch.zeros(mask.shape).masked_fill(~mask, -torch.inf))
         for mask in (is_full, is_sliding)
     )
     token_BK = torch.tensor([trio.block(anchor) for anchor in anchors])
     x_TD = trio.target.embed[token_BK.flatten()]
     keys = LayerKeys(full, sliding)
-    return drafter(x_TD, pos_BK.flatten(), cache, keys).unflatten(0, (rows, block))
+    hidden_TD = drafter(x_TD, pos_BK.flatten(), cache, cell_BK.flatten(), keys)
+    return hidden_TD.unflatten(0, (rows, block))
 
 
 @torch.inference_mode()
@@ -253,11 +259,10 @@ def fill_state(trio: Trio, features: list[Tensor], anchors: list[int], topk: int
     state = allocate_state(
         plan,
         cache_plan,
+        plan_prefill(rows, "cpu"),
         target=trio.target.dims,
         drafter=dims.decoder,
         num_taps=len(dims.tap_layers),
-        max_new_tokens=4,
-        prefill_tokens=16,
         top_logprobs=None,
         dtype=torch.float32,
         device=torch.device("cpu"),
@@ -275,7 +280,6 @@ def fill_state(trio: Trio, features: list[Tensor], anchors: list[int], topk: int
             )
         state.length_S[slot] = len(feature)
         state.anchor_S[slot] = anchors[row]
-    state.num_keys = max(len(feature) for feature in features) + dims.block
     return state
 
 
@@ -284,7 +288,7 @@ def test_the_draft_stage_proposes_what_the_slow_drafter_ranks_first(trio: Trio) 
     features = [trio.features(length, seed=40 + length) for length in (13, 1, 6)]
     anchors = [8, 9, 10]
     state = fill_state(trio, features, anchors, topk=5)
-    draft(trio.target, trio.drafter, state)
+    draft(trio.target, trio.drafter, state, num_keys=13)  # as many as the longest row has
     for row, (feature, anchor) in enumerate(zip(features, anchors, strict=True)):
         logits = trio.slow.logits(feature, trio.block(anchor))
         best = logits.log_softmax(dim=-1).topk(6)

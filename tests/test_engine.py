@@ -10,7 +10,7 @@ import torch
 from decoding import decode, make_engine, random_prompts, token_prompts
 from tiny import load_tiny_pair
 
-from ddbatch.core import Completion, Rejected, Sampling
+from ddbatch.core import Completion, PrefillPlan, Rejected, Sampling
 from ddbatch.engine import oracle, oracle_ddtree
 from ddbatch.models.decoder import Target
 from ddbatch.models.dflash import DFlash
@@ -112,20 +112,25 @@ def test_a_row_does_not_depend_on_neighbours_order_or_number_of_rows(
 
 
 @pytest.mark.parametrize("page", [1, 3, 16, 96])
-@pytest.mark.parametrize("prefill_tokens", [1, 7, 64])
+@pytest.mark.parametrize("is_fixed", [False, True])
+@pytest.mark.parametrize(("chunks", "chunk"), [(1, 1), (5, 1), (1, 7), (3, 4), (2, 64)])
 def test_pages_and_prefill_calls_change_nothing(
-    pair: Pair, expected: list[tuple[int, ...]], page: int, prefill_tokens: int
+    pair: Pair,
+    expected: list[tuple[int, ...]],
+    page: int,
+    chunks: int,
+    chunk: int,
+    is_fixed: bool,
 ) -> None:
-    engine = make_engine(*pair, page=page, prefill_tokens=prefill_tokens)
+    engine = make_engine(*pair, page=page, prefill_plan=PrefillPlan(chunks, chunk, is_fixed))
     assert outputs_of(decode(engine, random_prompts(LENGTHS, VOCAB))) == expected
 
 
 def test_prompts_wait_for_pages_when_the_pool_is_small(
     pair: Pair, expected: list[tuple[int, ...]]
 ) -> None:
-    engine = make_engine(*pair, rows=3, page=4)
-    while len(engine._free_pages) > 13:  # no more than the longest prompt needs: 30 + 20 tokens
-        engine._free_pages.pop()
+    # No more pages than the longest prompt needs: 30 + 20 tokens.
+    engine = make_engine(*pair, rows=3, page=4, pages=13)
     assert outputs_of(decode(engine, random_prompts(LENGTHS, VOCAB))) == expected
 
 
@@ -138,8 +143,6 @@ def test_memory_that_was_never_written_is_never_read(
     for plane in (*state.target_cache, *state.drafter_cache):
         plane.fill_(torch.nan)
         plane[:, state.null_cell] = 0.0
-    for plane in state.scratch:
-        plane.fill_(torch.nan)
     assert outputs_of(decode(engine, random_prompts(LENGTHS, VOCAB))) == expected
     for plane in (*state.target_cache, *state.drafter_cache):
         assert plane[:, state.null_cell].eq(0.0).all()
@@ -202,7 +205,7 @@ def test_a_first_token_that_stops_takes_no_round(
 def test_prompts_of_one_token_and_of_all_but_one_position(pair: Pair) -> None:
     prompts = random_prompts([1, 63, 62], VOCAB, seed=3)
     caps = [63, 1, 2]
-    engine = make_engine(*pair, max_len=64, max_new_tokens=63, budget=16)
+    engine = make_engine(*pair, max_len=64, budget=16)
     for prompt, cap, done in zip(prompts, caps, decode(engine, prompts, caps), strict=True):
         steps = oracle.decode(pair[0], tuple(prompt), max_new_tokens=cap, stop_token_ids=())
         assert done.token_ids == tuple(step.token_id for step in steps)
@@ -257,9 +260,9 @@ def test_rounds_without_a_poll_between_them_see_every_key(tmp_path: Path) -> Non
     pair = load_tiny_pair(tmp_path, vocab=VOCAB, block=5)
     (prompt,) = random_prompts([62], VOCAB, seed=1)
     steps = oracle.decode(pair[0], tuple(prompt), max_new_tokens=40, stop_token_ids=())
-    engine = make_engine(*pair, rows=1, max_len=128, max_new_tokens=40)
+    engine = make_engine(*pair, rows=1, max_len=128)
     engine.fill(iter(token_prompts([prompt], 40)))
-    while int(engine.state.finish_S[0]) == 0:
+    for _ in range(40):
         engine.step()
     (done,) = engine.collect()
     assert isinstance(done, Completion)

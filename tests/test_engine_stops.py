@@ -77,9 +77,7 @@ def prompts() -> list[list[int]]:
 def whole_by_method(pair: Pair, prompts: list[list[int]]) -> dict[str, list[Completion]]:
     """What is said without stop strings."""
     return {
-        method: decode(
-            make_engine(*pair, method=method, rows=3, max_new_tokens=CAP), prompts, sampling=HOT
-        )
+        method: decode(make_engine(*pair, method=method, rows=3), prompts, CAP, sampling=HOT)
         for method in METHODS
     }
 
@@ -105,8 +103,8 @@ def test_a_stop_string_cuts_where_it_is_first_completed_however_late_it_is_found
     stop: tuple[str, ...],
 ) -> None:
     finder = Letters(late)
-    engine = make_engine(*pair, method=method, rows=3, max_new_tokens=CAP, finder=finder)
-    done = decode(engine, prompts, sampling=replace(HOT, stop=stop))
+    engine = make_engine(*pair, method=method, rows=3, finder=finder)
+    done = decode(engine, prompts, CAP, sampling=replace(HOT, stop=stop))
     for full, ours in zip(whole_by_method[method], done, strict=True):
         match = first_match(full.token_ids, stop)
         assert same(ours) == same(full if match is None else cut(full, match))
@@ -117,10 +115,10 @@ def test_rows_with_and_without_strings_share_a_batch_and_slots(
     pair: Pair, prompts: list[list[int]]
 ) -> None:
     own = [replace(HOT, stop=(("bc",) if place % 2 else ())) for place in range(len(prompts))]
-    engine = make_engine(*pair, rows=2, max_new_tokens=CAP, finder=Letters())
-    whole = decode(make_engine(*pair, rows=2, max_new_tokens=CAP), prompts, sampling=HOT)
+    engine = make_engine(*pair, rows=2, finder=Letters())
+    whole = decode(make_engine(*pair, rows=2), prompts, CAP, sampling=HOT)
     for _ in range(2):  # the second time in slots that held the others
-        for place, done in enumerate(decode(engine, prompts, sampling=own)):
+        for place, done in enumerate(decode(engine, prompts, CAP, sampling=own)):
             match = first_match(whole[place].token_ids, ("bc",)) if place % 2 else None
             assert same(done) == same(whole[place] if match is None else cut(whole[place], match))
         own.reverse()
@@ -135,7 +133,7 @@ def test_a_stop_id_before_the_string_is_complete_wins_and_its_text_does_not_coun
         token = full.token_ids[9]
         string = PIECES[token]
         own = replace(HOT, stop=(string,), stop_token_ids=(token,))
-        engine = make_engine(*pair, max_new_tokens=CAP, finder=Letters(0.01))
+        engine = make_engine(*pair, finder=Letters(0.01))
         (done,) = engine.run(iter([TokenPrompt(Key(row, 0, 0), tuple(prompt), CAP, own)]))
         assert isinstance(done, Completion)
         end = full.token_ids.index(token)
@@ -153,7 +151,7 @@ def test_a_match_at_the_cap_is_a_stop(
     stop = ("cab",)
     matches = [first_match(full.token_ids, stop) for full in whole_by_method["ddtree"]]
     caps = [CAP if match is None else match.num_tokens for match in matches]
-    engine = make_engine(*pair, max_new_tokens=CAP, finder=Letters())
+    engine = make_engine(*pair, finder=Letters())
     done = decode(engine, prompts, caps, sampling=replace(HOT, stop=stop))
     for match, ours in zip(matches, done, strict=True):
         assert ours.finish_reason == ("length" if match is None else "stop")
@@ -162,8 +160,8 @@ def test_a_match_at_the_cap_is_a_stop(
 
 def test_only_flagged_rows_are_looked_at(pair: Pair, prompts: list[list[int]]) -> None:
     finder = Letters()
-    engine = make_engine(*pair, max_new_tokens=CAP, finder=finder)
-    decode(engine, prompts, sampling=replace(HOT, stop=("z",)))
+    engine = make_engine(*pair, finder=finder)
+    decode(engine, prompts, CAP, sampling=replace(HOT, stop=("z",)))
     assert finder.num_looks == 0
 
 
@@ -172,16 +170,14 @@ def test_a_string_before_a_nan_score_ends_the_row_and_after_it_rejects_the_row(
 ) -> None:
     """Whether decoding ran on past the string must not show."""
     target, drafter = load_tiny_pair(tmp_path, vocab=VOCAB, tied=False)
-    clean = decode(make_engine(target, drafter, max_new_tokens=CAP), [[3, 5]], sampling=HOT)[0]
+    clean = decode(make_engine(target, drafter), [[3, 5]], CAP, sampling=HOT)[0]
     bad = next(i for i, t in enumerate(clean.token_ids) if i > 7 and t not in clean.token_ids[:i])
     target.embed.data[clean.token_ids[bad]] = torch.nan
     text = "".join(PIECES[token] for token in clean.token_ids[: bad + 1])
     for string in (text[:4], text[-4:], text + "b"):
         prompt = TokenPrompt(Key(0, 0, 0), (3, 5), CAP, replace(HOT, stop=(string,)))
         for method in ("autoregressive", "ddtree"):
-            engine = make_engine(
-                target, drafter, method=method, max_new_tokens=CAP, finder=Letters(0.02)
-            )
+            engine = make_engine(target, drafter, method=method, finder=Letters(0.02))
             (done,) = engine.run(iter([prompt]))
             match = first_match(clean.token_ids[: bad + 1], (string,))
             if match is None:
@@ -195,14 +191,14 @@ def test_a_string_before_a_nan_score_ends_the_row_and_after_it_rejects_the_row(
 def test_a_stop_token_before_a_nan_score_of_the_same_path_is_a_stop(tmp_path: Path) -> None:
     """Plain decoding never comes to that score, so a tree must not either."""
     target, drafter = load_tiny_pair(tmp_path, vocab=VOCAB, tied=False)
-    clean = decode(make_engine(target, drafter, max_new_tokens=CAP), [[3, 5]])[0]
+    clean = decode(make_engine(target, drafter), [[3, 5]], CAP)[0]
     target.embed.data[clean.token_ids[9]] = torch.nan
     first = clean.token_ids.index(clean.token_ids[9])
     for stop in set(clean.token_ids[: first + 1]):
         own = Sampling(stop_token_ids=(stop,))
         for method in METHODS:
-            engine = make_engine(target, drafter, method=method, max_new_tokens=CAP)
-            done = decode(engine, [[3, 5]], sampling=own)[0]
+            engine = make_engine(target, drafter, method=method)
+            done = decode(engine, [[3, 5]], CAP, sampling=own)[0]
             assert done.token_ids == clean.token_ids[: clean.token_ids.index(stop) + 1]
 
 
@@ -243,7 +239,7 @@ def test_log_probs_are_the_oracles_of_the_emitted_tokens(
     own = [
         Sampling(temperature=0.7 * (place % 3), top_k=4, top_p=0.9) for place in range(len(prompts))
     ]
-    engine = make_engine(*pair, method=method, max_new_tokens=CAP, top_logprobs=top)
+    engine = make_engine(*pair, method=method, top_logprobs=top)
     caps = [1 + 5 * place % CAP for place in range(len(prompts))]
     for prompt, done in zip(prompts, decode(engine, prompts, caps, own), strict=True):
         told = done.logprobs
@@ -266,14 +262,14 @@ def test_log_probs_are_the_oracles_of_the_emitted_tokens(
 
 
 def test_log_probs_do_not_change_what_is_drawn(pair: Pair, prompts: list[list[int]]) -> None:
-    told = decode(make_engine(*pair, top_logprobs=3), prompts, sampling=HOT)
-    silent = decode(make_engine(*pair), prompts, sampling=HOT)
+    told = decode(make_engine(*pair, top_logprobs=3), prompts, CAP, sampling=HOT)
+    silent = decode(make_engine(*pair), prompts, CAP, sampling=HOT)
     assert [same(replace(done, logprobs=None)) for done in told] == [same(d) for d in silent]
 
 
 def test_log_probs_end_with_the_ids_at_a_stop_string(pair: Pair, prompts: list[list[int]]) -> None:
-    engine = make_engine(*pair, max_new_tokens=CAP, top_logprobs=2, finder=Letters(0.01))
-    done = decode(engine, prompts, sampling=replace(HOT, stop=("bc",)))
+    engine = make_engine(*pair, top_logprobs=2, finder=Letters(0.01))
+    done = decode(engine, prompts, CAP, sampling=replace(HOT, stop=("bc",)))
     assert any(item.stop_string for item in done)
     for item in done:
         assert item.logprobs is not None

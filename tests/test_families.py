@@ -16,7 +16,6 @@ from families import (
     open_twins,
     pieces,
     prefilled,
-    ragged_call,
     random_ids,
 )
 from tiny import LLAMA3_ROPE, read_target, write_target
@@ -83,16 +82,31 @@ def test_unequal_pieces_of_several_prompts_share_a_call(twins: Twins) -> None:
         for pair in zip(cached, sizes, strict=True)
     ]
     runner = prefilled(twins.ours, [ids[:n] for ids, n in zip(texts, cached, strict=True)], 20)
-    ours = ragged_call(runner, [ids[n:] for ids, n in zip(texts, cached, strict=True)])
+    ours = runner.shared_call([(row, texts[row][n:]) for row, n in enumerate(cached)])
     for logits, ids, size in zip(ours, texts, sizes, strict=True):
         assert_close(logits, twins.expected(ids)[-size:])
+
+
+def test_pieces_of_one_prompt_share_a_call_and_see_each_other(twins: Twins) -> None:
+    """A layer's keys of all pieces are written before any of them is looked at."""
+    texts = [random_ids(length, twins.ours.dims.vocab, seed=length) for length in (13, 7)]
+    runner = Runner(twins.ours, 2, 20, torch.float32)
+    ours = runner.shared_call(
+        [
+            *((0, piece) for piece in pieces(texts[0][:10], 5)),
+            (1, texts[1]),
+            (0, texts[0][10:]),
+        ]
+    )
+    assert_close(torch.cat([ours[0], ours[1], ours[3]]), twins.expected(texts[0]))
+    assert_close(ours[2], twins.expected(texts[1]))
 
 
 def test_not_a_number_in_one_row_reaches_no_other(scaled: Twins) -> None:
     texts = [random_ids(9, scaled.ours.dims.vocab, seed) for seed in (1, 2)]
     runner = prefilled(scaled.ours, [ids[:6] for ids in texts], 20)
     runner.cache.v_LXGE[:, runner.addr_BS[0, :6]] = torch.nan
-    broken, sound = ragged_call(runner, [texts[0][6:8], texts[1][6:]])
+    broken, sound = runner.shared_call([(0, texts[0][6:8]), (1, texts[1][6:])])
     assert broken.isnan().all()
     assert_close(sound, scaled.expected(texts[1])[-3:])
 

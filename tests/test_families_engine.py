@@ -16,6 +16,7 @@ from tiny import FORMS, edit_config, load_tiny_pair, read_drafter, read_target
 from torch import Tensor
 
 from ddbatch.config import Config
+from ddbatch.core import PrefillPlan
 from ddbatch.engine import oracle, oracle_ddtree
 from ddbatch.engine.engine import Engine
 from ddbatch.engine.windows import layer_keys
@@ -79,12 +80,20 @@ def test_trees_of_every_family_say_what_plain_decoding_says(judged: Judged, budg
     assert says(engine) == judged.outputs
 
 
-@pytest.mark.parametrize(("page", "prefill_tokens"), [(1, 64), (3, 7), (16, 1), (None, 5)])
+@pytest.mark.parametrize(
+    ("page", "prefill_plan"),
+    [
+        (1, PrefillPlan(chunks=2, chunk=64, is_fixed=False)),
+        (3, PrefillPlan(chunks=1, chunk=7, is_fixed=True)),
+        (16, PrefillPlan(chunks=5, chunk=1, is_fixed=False)),
+        (None, PrefillPlan(chunks=3, chunk=5, is_fixed=True)),
+    ],
+)
 def test_pages_and_pieces_of_every_family_change_nothing(
-    judged: Judged, page: int | None, prefill_tokens: int
+    judged: Judged, page: int | None, prefill_plan: PrefillPlan
 ) -> None:
     engine = make_engine(
-        judged.target, judged.drafter, budget=9, page=page, prefill_tokens=prefill_tokens
+        judged.target, judged.drafter, budget=9, page=page, prefill_plan=prefill_plan
     )
     assert says(engine) == judged.outputs
 
@@ -144,11 +153,13 @@ def test_every_query_sees_a_key_even_a_place_that_stands_for_no_token(
     assert all(calls)
 
 
-def test_without_a_window_no_second_mask_is_made() -> None:
-    addr_BS, is_visible = torch.zeros(2, 3, dtype=torch.long), torch.ones(2, 4, 7).bool()
-    pos_BQ = torch.arange(3, 7).expand(2, 4)
-    keys = layer_keys(addr_BS, is_visible, pos_BQ, window=None, dtype=torch.float32)
-    assert keys.sliding is keys.full
+def test_without_a_window_no_second_mask_is_made(tmp_path: Path) -> None:
+    state = make_engine(*load_tiny_pair(tmp_path, vocab=VOCAB)).state
+    addr_BZ, is_visible_BQZ = torch.zeros(2, 7, dtype=torch.long), torch.ones(2, 4, 7).bool()
+    pos_BQ, pos_BZ = torch.arange(3, 7).expand(2, 4), torch.arange(7).expand(2, 7)
+    for window, has_one in ((None, True), (5, False)):
+        keys = layer_keys(state, addr_BZ, is_visible_BQZ, pos_BQ, pos_BZ, window=window)
+        assert (keys.sliding is keys.full) == has_one
 
 
 @pytest.mark.parametrize("family", FORMS)

@@ -49,7 +49,7 @@ def force_drafts(
     """Candidates of position d: the oracle's token at rank ranks[d] (None: not offered), wrong ones
     elsewhere, each a different token."""
 
-    def draft(target: Target, drafter: DFlash, state: RoundState) -> None:
+    def draft(target: Target, drafter: DFlash, state: RoundState, num_keys: int) -> None:
         for row, slot in enumerate(state.slot_B.tolist()):
             if slot == state.nobody:
                 continue
@@ -69,9 +69,7 @@ def force_drafts(
 def full_tree_engine(pair: Pair, **options: object) -> Engine:
     """Two candidates a position and every node of the tree: no forced rank is out of reach."""
     depth = BLOCK - 1
-    return make_engine(
-        *pair, budget=2 ** (depth + 1) - 2, topk=2, rows=3, max_new_tokens=CAP, page=8, **options
-    )  # type: ignore[arg-type]
+    return make_engine(*pair, budget=2 ** (depth + 1) - 2, topk=2, rows=3, page=8, **options)  # type: ignore[arg-type]
 
 
 def run(

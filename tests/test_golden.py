@@ -215,8 +215,6 @@ def test_every_tree_is_the_references(loaded: Loaded, budget: int) -> None:
             budget=budget,
             rows=1,
             max_len=192,
-            max_new_tokens=CAP,
-            prefill_tokens=512,
         )
         engine.fill(iter(token_prompts([reference["prompt_token_ids"]], CAP, STOPS)))
         for recorded in reference["trees"][: num_compared(reference)]:
@@ -240,10 +238,8 @@ def test_rounds_that_differ_come_from_the_references_short_block(loaded: Loaded)
         budget=8,
         rows=8,
         max_len=192,
-        max_new_tokens=CAP,
-        prefill_tokens=512,
     )
-    done = decode(engine, [r["prompt_token_ids"] for r in references], sampling=STOPS)
+    done = decode(engine, [r["prompt_token_ids"] for r in references], CAP, STOPS)
     for reference, completion in zip(references, done, strict=True):
         prompt, output = reference["prompt_token_ids"], tuple(reference["output_token_ids"])
         ours = trace(loaded.target, loaded.drafter, tuple(prompt), output, budget=8, topk=8)
@@ -289,10 +285,8 @@ def test_golden_prompts_together_reversed_and_in_any_number_of_rows(
         budget=16,
         rows=rows,
         max_len=192,
-        max_new_tokens=cap,
-        prefill_tokens=512,
     )
-    done = decode(engine, [t["prompt_token_ids"] for t in traces], sampling=STOPS)
+    done = decode(engine, [t["prompt_token_ids"] for t in traces], cap, STOPS)
     assert [list(c.token_ids) for c in done] == [t["output_token_ids"][:cap] for t in traces]
     for reference, completion in zip(traces, done, strict=True):
         assert_rounds_agree(reference, completion.accepted, len(completion.token_ids))

@@ -19,7 +19,7 @@ ALLOWED: dict[str, set[str] | None] = {
     "ddbatch.config": {"omegaconf", "ddbatch.checks", "ddbatch.demo"},
     "ddbatch.demo": {"ddbatch.config"},  # the type only
     "ddbatch.models": {"ddbatch.core", "ddbatch_kernels", "torch", "safetensors"},
-    "ddbatch.engine": {"ddbatch.core", "ddbatch.models", "ddbatch_kernels", "torch"},
+    "ddbatch.engine": {"ddbatch.core", "ddbatch.models", "ddbatch_kernels", "torch", "numpy"},
     "ddbatch.data": {
         "ddbatch.core",
         "ddbatch.checks",

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ddbatch import options
-from ddbatch.checks import ALSO_BUILT, JOBS, NOT_BUILT, RULES, Rule, check, option
+from ddbatch.checks import JOBS, NOT_BUILT, RULES, Rule, check, option
 from ddbatch.config import Config, SamplingConfig, option_types
 from ddbatch.demo import OUTPUT_DIR
 from ddbatch.engine.plan import AUTO_BUDGET, AUTO_PAGE_CUDA, AUTO_ROWS, MAX_TOPK
@@ -93,8 +93,6 @@ def test_what_is_not_built_is_marked_with_what_is_accepted(
     marked = {key for key in option_types() if "**not built yet**" in row(table, key)[-1]}
     assert marked == later
     assert row(table, "shards.wait")[2] == "only `false`"
-    assert ALSO_BUILT["engine.capture"] == (False,)
-    assert row(table, "engine.capture")[2] == "only `auto`, `false`"
     monkeypatch.setitem(NOT_BUILT, "shards", "")
     assert row(options.all_tables(), "shards.wait")[2] == "`true`, `false`"
     assert "not built" not in row(options.all_tables(), "shards.wait")[-1]

@@ -6,8 +6,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddbatch.core import CachePlan, ShapePlan
-from ddbatch.engine.plan import Method, choose_method, plan_cache, plan_shapes
+from ddbatch.core import CachePlan, PrefillPlan, ShapePlan
+from ddbatch.engine.plan import (
+    CHUNKS,
+    KEY_STEP,
+    MIN_CHUNKS,
+    MIN_KEYS_CUDA,
+    Method,
+    choose_method,
+    plan_cache,
+    plan_prefill,
+    plan_shapes,
+)
 
 METHODS = st.sampled_from(["ddtree", "chain", "autoregressive"])
 
@@ -127,5 +137,64 @@ def test_every_slot_has_pages_for_its_longest_sequence(
 
 
 def test_slots_are_contiguous_on_a_cpu() -> None:
-    assert plan_cache(3, max_len=65, page=None, device="cpu") == CachePlan(6, 6, 65, 65)
-    assert plan_cache(3, max_len=65, page=None, device="cuda") == CachePlan(6, 12, 64, 128)
+    on_cpu = plan_cache(3, max_len=65, page=None, device="cpu")
+    assert on_cpu == CachePlan(6, 6, 65, 65, (64, 65))
+    on_cuda = plan_cache(3, max_len=65, page=None, device="cuda")
+    assert on_cuda == CachePlan(6, 12, 64, 128, (128,))
+
+
+@pytest.mark.parametrize(
+    ("device", "max_len", "page", "counts"),
+    [
+        ("cpu", 1, None, (1,)),
+        ("cpu", 64, None, (64,)),
+        ("cpu", 200, None, (64, 128, 192, 200)),
+        ("cpu", 200, 16, (64, 128, 192, 208)),
+        ("cuda", 1, None, (64,)),
+        ("cuda", 128, None, (128,)),
+        ("cuda", 129, None, (128, 192)),
+        ("cuda", 1000, None, (128, 256, 512, 1024)),
+        ("cuda", 1100, None, (128, 256, 512, 1024, 1152)),
+    ],
+)
+def test_key_counts_are_steps_on_a_cpu_and_powers_of_two_on_a_gpu(
+    device: str, max_len: int, page: int | None, counts: tuple[int, ...]
+) -> None:
+    assert plan_cache(2, max_len=max_len, page=page, device=device).key_counts == counts
+
+
+@given(max_len=st.integers(1, 5000), page=st.none() | st.integers(1, 600), data=st.data())
+def test_every_length_has_a_key_count_and_none_looks_at_many_keys_too_many(
+    max_len: int, page: int | None, data: st.DataObject
+) -> None:
+    """A GPU's ladder is short: a graph is captured for each rung."""
+    for device in ("cpu", "cuda"):
+        made = plan_cache(3, max_len=max_len, page=page, device=device)
+        counts = made.key_counts
+        assert list(counts) == sorted(set(counts))
+        assert counts[-1] == made.max_len
+        length = data.draw(st.integers(1, made.max_len))
+        count = next(count for count in counts if count >= length)
+        if device == "cpu":
+            assert count < length + KEY_STEP
+        else:
+            assert count < 2 * length or count <= MIN_KEYS_CUDA
+            assert len(counts) <= 7
+
+
+def test_prefill_calls_grow_with_the_rows_up_to_a_size() -> None:
+    for device in ("cpu", "cuda"):
+        made = [plan_prefill(rows, device) for rows in range(1, 300)]
+        chunks = [plan.chunks for plan in made]
+        assert chunks == sorted(chunks)
+        assert (chunks[0], chunks[-1]) == (MIN_CHUNKS, CHUNKS)
+        assert all(
+            plan.chunks >= rows or plan.chunks == CHUNKS for rows, plan in enumerate(made, start=1)
+        )
+        assert len({plan.chunk for plan in made}) == 1  # so the rows change no order of summation
+
+
+def test_only_a_gpus_prefill_calls_are_of_one_size() -> None:
+    assert plan_prefill(1, "cpu") == PrefillPlan(chunks=4, chunk=16, is_fixed=False)
+    assert plan_prefill(7, "cpu") == PrefillPlan(chunks=7, chunk=16, is_fixed=False)
+    assert plan_prefill(128, "cuda") == PrefillPlan(chunks=16, chunk=64, is_fixed=True)

@@ -14,7 +14,7 @@ import torch
 from decoding import decode, make_engine, random_prompts, run_all
 from tiny import load_tiny_pair
 
-from ddbatch.core import Completion, Key, Sampling, TokenPrompt
+from ddbatch.core import Completion, Key, PrefillPlan, Sampling, TokenPrompt
 from ddbatch.engine.oracle import Oracle
 from ddbatch.engine.oracle_draw import draw_scores
 from ddbatch.engine.sampling import key_hash
@@ -94,7 +94,13 @@ def test_a_draw_does_not_depend_on_method_and_budget(
 
 
 @pytest.mark.parametrize(
-    ("rows", "page", "prefill_tokens"), [(1, None, 64), (2, 1, 7), (3, 16, 64), (30, 3, 5)]
+    ("rows", "page", "prefill_plan"),
+    [
+        (1, None, PrefillPlan(chunks=4, chunk=16, is_fixed=False)),
+        (2, 1, PrefillPlan(chunks=1, chunk=7, is_fixed=False)),
+        (3, 16, PrefillPlan(chunks=2, chunk=32, is_fixed=True)),
+        (30, 3, PrefillPlan(chunks=5, chunk=1, is_fixed=True)),
+    ],
 )
 @pytest.mark.parametrize("seed", [0, 1])
 def test_a_draw_does_not_depend_on_neighbours_order_refill_and_pages(
@@ -102,10 +108,10 @@ def test_a_draw_does_not_depend_on_neighbours_order_refill_and_pages(
     plain: list[Completion],
     rows: int,
     page: int | None,
-    prefill_tokens: int,
+    prefill_plan: PrefillPlan,
     seed: int,
 ) -> None:
-    engine = make_engine(*pair, budget=9, rows=rows, page=page, prefill_tokens=prefill_tokens)
+    engine = make_engine(*pair, budget=9, rows=rows, page=page, prefill_plan=prefill_plan)
     shuffled = prompts_of()
     random.Random(seed).shuffle(shuffled)
     assert outputs_of(run_all(engine, shuffled)) == outputs_of(plain)

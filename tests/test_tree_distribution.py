@@ -14,7 +14,7 @@ from decoding import make_engine, random_prompts
 from keyed_draw_twin import WORD, chi_square, twin_draw, twin_hash, twin_probabilities
 from tiny import load_tiny_pair
 
-from ddbatch.core import Completion, Key, Sampling, TokenPrompt
+from ddbatch.core import Completion, Key, PrefillPlan, Sampling, TokenPrompt
 from ddbatch.engine.oracle import Oracle
 from ddbatch.models.decoder import Target
 from ddbatch.models.dflash import DFlash
@@ -69,7 +69,8 @@ def decoded(
     pair: Pair, prompts: Sequence[TokenPrompt], method: str, *, rows: int
 ) -> list[Completion]:
     """Completions in the order of their keys."""
-    engine = make_engine(*pair, **METHODS[method], rows=rows, prefill_tokens=640, max_new_tokens=40)
+    calls = PrefillPlan(chunks=64, chunk=8, is_fixed=False)
+    engine = make_engine(*pair, **METHODS[method], rows=rows, prefill_plan=calls)
     done = [item for item in engine.run(iter(prompts)) if isinstance(item, Completion)]
     assert len(done) == len(prompts)
     return sorted(done, key=lambda completion: completion.key)

@@ -1,7 +1,7 @@
 """Accept stage: walk each tree along the target's choices; decide in token order where rows end.
 
-In: tree, choice_BN, is_finite_BN, caps. Out: path_BK, num_accepted_B, emitted_BK, num_emitted_B,
-finish_B. Knows nothing about caches.
+In: tree, choice_BN, is_finite_BN, caps, is_cancelled_S. Out: path_BK, num_accepted_B, emitted_BK,
+num_emitted_B, finish_B. Knows nothing about caches.
 """
 
 import torch
@@ -13,7 +13,7 @@ from ddbatch_kernels.accept_tree import accept_tree
 
 def accept(state: RoundState) -> None:
     """Emit the accepted tokens and the bonus, cut after the first stop token, at the cap and before
-    the first draw from scores that are no numbers.
+    the first draw from scores that are no numbers. A cancelled row emits nothing and ends.
     """
     tree, plan = state.tree, state.plan
     found = accept_tree(
@@ -24,6 +24,7 @@ def accept(state: RoundState) -> None:
         state.choice_BN,
         max_depth=plan.draft_depth,
     )
+    is_cancelled_B = state.is_cancelled_S[state.slot_B]
     room_B = state.cap_S[state.slot_B] - state.num_out_S[state.slot_B]
     most_B = torch.minimum(found.num_accepted_B + 1, room_B)
     place_K = torch.arange(plan.draft_depth + 1, device=room_B.device)
@@ -36,9 +37,10 @@ def accept(state: RoundState) -> None:
     finish_B = torch.where(num_kept_B >= room_B, int(Finish.LENGTH), int(Finish.LIVE))
     finish_B = torch.where(num_good_B < most_B, int(Finish.NAN_LOGITS), finish_B)
     finish_B = torch.where(stops_BK.any(dim=1), int(Finish.STOP), finish_B)
+    finish_B = torch.where(is_cancelled_B, int(Finish.CANCELLED), finish_B)
     state.path_BK.copy_(found.path_BK)
     state.emitted_BK.copy_(found.emitted_BK)
-    state.num_emitted_B.copy_(torch.where(state.active_B, num_kept_B, 0))
+    state.num_emitted_B.copy_(torch.where(state.active_B & ~is_cancelled_B, num_kept_B, 0))
     # A drafted token beyond the cut was not kept.
     state.num_accepted_B.copy_(torch.minimum(found.num_accepted_B, state.num_emitted_B))
     state.finish_B.copy_(torch.where(state.active_B, finish_B, int(Finish.LIVE)))

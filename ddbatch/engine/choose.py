@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ddbatch.engine.sampling import SlotSampling
+from ddbatch.engine.sampling import DrawKind, SlotSampling
 from ddbatch.engine.state import Logprobs
 from ddbatch_kernels.keyed_draw import Draw, keyed_draw
 from ddbatch_kernels.top_candidates import top_candidates
@@ -21,11 +21,12 @@ def choose(
     index_B: Tensor,
     slot_B: Tensor,
     sampling: SlotSampling,
+    kind: DrawKind,
     *,
     num_depths: int,
 ) -> Draw:
     """The token that each node draws; index_B: the output index that a row's root draws."""
-    if not sampling.has_noise:
+    if kind == DrawKind.GREEDY:
         # The first of equal scores, that is the lower token id. NaN wins a max, so it is seen.
         best = logits_BNV.max(dim=-1)
         return Draw(best.indices, best.values.isfinite())
@@ -35,8 +36,8 @@ def choose(
         index_B,
         sampling.rows(slot_B),
         num_depths=num_depths,
-        has_top_k=sampling.has_top_k,
-        has_top_p=sampling.has_top_p,
+        has_top_k=kind == DrawKind.FILTERED,
+        has_top_p=kind == DrawKind.FILTERED,
     )
 
 

@@ -6,14 +6,14 @@ about trees.
 
 import torch
 
-from ddbatch.engine.state import RoundState, prefix_keys
-from ddbatch.engine.windows import layer_keys
+from ddbatch.engine.state import RoundState
+from ddbatch.engine.windows import row_keys
 from ddbatch.models.decoder import Target
 from ddbatch.models.dflash import DFlash
 from ddbatch_kernels.top_candidates import top_candidates
 
 
-def draft(target: Target, drafter: DFlash, state: RoundState) -> None:
+def draft(target: Target, drafter: DFlash, state: RoundState, num_keys: int) -> None:
     """Write candidate_BDM and edge_BDM (log-probs) of the positions after each row's anchor."""
     plan, dims = state.plan, drafter.dims
     B, K, D = plan.rows, plan.block, plan.draft_depth
@@ -21,21 +21,11 @@ def draft(target: Target, drafter: DFlash, state: RoundState) -> None:
     length_B = state.length_S[state.slot_B]
     token_BK = torch.full_like(length_B[:, None].expand(B, K), dims.mask_token_id)
     token_BK[:, 0] = state.anchor_S[state.slot_B]
-    place_K = torch.arange(K, device=token_BK.device)
-    pos_BK = length_B[:, None] + place_K
-
-    addr_BS, exists_BS = prefix_keys(state, state.slot_B, length_B, state.num_keys)
-    is_visible_BZ = torch.nn.functional.pad(exists_BS, (0, K), value=True)
-    keys = layer_keys(
-        addr_BS,
-        is_visible_BZ[:, None].expand(-1, K, -1),
-        pos_BK,
-        window=dims.decoder.window,
-        dtype=state.scratch.k_LXGE.dtype,
-    )
-
+    pos_BK = length_B[:, None] + torch.arange(K, device=token_BK.device)
+    is_visible_KK = torch.ones(K, K, dtype=torch.bool, device=token_BK.device)
+    keys, cell_BK = row_keys(state, pos_BK, is_visible_KK, num_keys, window=dims.decoder.window)
     x_TD = target.embed[token_BK.flatten()]
-    hidden_TD = drafter(x_TD, pos_BK.flatten(), state.drafter_cache, keys)
+    hidden_TD = drafter(x_TD, pos_BK.flatten(), state.drafter_cache, cell_BK.flatten(), keys)
     # No tree is deeper than D, so later positions need no scores.
     hidden_BDD = hidden_TD.unflatten(0, (B, K))[:, 1 : D + 1]
     logits_BDV = target.logits(hidden_BDD.flatten(0, 1)).unflatten(0, (B, D))

@@ -1,39 +1,49 @@
 """The engine: prompts in, completions out, over a static batch with refill from the first commit.
 
-Three doors join host and device: load (prefill), poll and collect. Knows nothing about text, files
-or options.
+Three doors join host and device: fill (prefill), step and collect. On a GPU the host never waits
+for the round that it has just launched: it reads the record of the one before. Knows nothing about
+text, files or options.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from ddbatch.core import (
     CachePlan,
     Completion,
-    FinishReason,
+    PrefillPlan,
     Rejected,
     ShapePlan,
     StopFinder,
-    TokenLogprobs,
     TokenPrompt,
 )
-from ddbatch.engine.plan import PREFILL_TOKENS
-from ddbatch.engine.prefill import Placed, load
-from ddbatch.engine.round import run_round
-from ddbatch.engine.sampling import TokenFlags
-from ddbatch.engine.state import Finish, allocate_state
-from ddbatch.engine.stop_watch import StopWatch, Watched, cut
+from ddbatch.engine.acceptance import AcceptanceTable
+from ddbatch.engine.plan import plan_prefill
+from ddbatch.engine.prefill import (
+    Piece,
+    Placed,
+    check_pieces,
+    open_slots,
+    pieces_of,
+    put_pieces,
+)
+from ddbatch.engine.programs import CapturedPrograms, EagerPrograms, GraphPool, Programs
+from ddbatch.engine.record import RowFacts, read_record
+from ddbatch.engine.sampling import DrawKind, TokenFlags, draw_kind
+from ddbatch.engine.seats import Closing, Homes, Seat, check_generation, closing
+from ddbatch.engine.state import Finish, RoundShape, Told, allocate_state
+from ddbatch.engine.stop_watch import StopWatch, Watched
+from ddbatch.engine.transfer import Ring, Ticket
 from ddbatch.models.decoder import Target
 from ddbatch.models.dflash import DFlash
-
-# Attention looks at a multiple of this many keys, so that shapes change rarely as sequences grow.
-KEY_STEP = 64
 
 
 @dataclass
@@ -48,32 +58,22 @@ class EngineStats:
     prompt_tokens: int = 0
 
 
-@dataclass
-class _Seat:
-    """What the host knows of a slot in flight."""
+class _Pending(NamedTuple):
+    """A program whose record is not read yet; pieces: of a prefill call, None = a round."""
 
-    prompt: TokenPrompt
-    pages: list[int]
-    started: float
-    length: int  # committed tokens at the last poll
-    watched: Watched | None  # where the prompt has stop strings
-
-
-@dataclass
-class _Closing:
-    """A sequence that has ended on the device; its text may still be looked at."""
-
-    result: Completion
-    is_nan: bool  # without a match it is to be rejected
-    watched: Watched | None
+    number: int
+    ticket: Ticket
+    pieces: list[Piece] | None
 
 
 class Engine:
     """A pair, its state and the slots in flight.
 
-    drafter None = plain decoding. max_new_tokens bounds every prompt's cap. finder: for prompts
-    with stop strings. top_logprobs: how many of the best tokens are told beside each emitted one;
-    None = no log-probs. keeps_scores: state.scores_BNV holds the last round's, to be measured.
+    drafter None = plain decoding. pool: CUDA graphs are captured into it; None = eager. finder: for
+    prompts with stop strings. top_logprobs: how many of the best tokens are told beside each
+    emitted one; None = no log-probs. least_draw: what draws compute at least, so that a few prompts
+    with other filters need no other graphs. keeps_scores: state.scores_BNV holds the last round's,
+    to be measured.
     """
 
     def __init__(
@@ -83,38 +83,56 @@ class Engine:
         plan: ShapePlan,
         cache_plan: CachePlan,
         *,
-        max_new_tokens: int,
+        prefill_plan: PrefillPlan | None = None,
+        pool: GraphPool | None = None,
         finder: StopFinder | None = None,
         top_logprobs: int | None = None,
+        least_draw: DrawKind = DrawKind.GREEDY,
         keeps_scores: bool = False,
-        prefill_tokens: int = PREFILL_TOKENS,
     ) -> None:
         assert (plan.nodes == 1) == (drafter is None), (plan, drafter is None)
+        device = target.embed.device
         self.target, self.drafter = target, drafter
         self.plan, self.cache_plan = plan, cache_plan
-        self.prefill_tokens = prefill_tokens
-        self.stats = EngineStats()
         self.state = allocate_state(
             plan,
             cache_plan,
+            prefill_plan or plan_prefill(plan.rows, device.type),
             target=target.dims,
             drafter=None if drafter is None else drafter.dims.decoder,
             num_taps=0 if drafter is None else len(drafter.dims.tap_layers),
-            max_new_tokens=max_new_tokens,
-            prefill_tokens=prefill_tokens,
             top_logprobs=top_logprobs,
             keeps_scores=keeps_scores,
             dtype=target.embed.dtype,
-            device=target.embed.device,
+            device=device,
         )
-        self._free_slots = deque(range(cache_plan.slots))
-        self._free_pages = deque(range(cache_plan.pages))
-        self._flags = TokenFlags(target.dims.vocab, finder, target.embed.device)
+        self.programs: Programs = EagerPrograms(target, drafter, self.state)
+        if pool is not None:
+            self.programs = CapturedPrograms(self.programs, pool)
+        self._lag = 1 if device.type == "cuda" else 0
+        self._flags = TokenFlags(target.dims.vocab, finder, device)
         self._stop_watch = StopWatch(finder)
-        self._seats: dict[int, _Seat] = {}
-        self._closing: list[_Closing] = []
-        self._longest = 0  # no sequence in flight has more committed tokens
+        self._least_draw = least_draw
+        self.reset()
+
+    @torch.inference_mode()
+    def reset(self) -> None:
+        """Forget everything: as if just made, but for what is in the caches."""
+        self.state.reset()
+        self.stats = EngineStats()
+        self.acceptance = AcceptanceTable(self.plan, self.cache_plan.max_len)
+        self._draw = self._least_draw
+        self._homes = Homes(self.cache_plan)
+        self._seats: dict[int, Seat] = {}
+        self._pieces: deque[Piece] = deque()  # that wait for a prefill call
+        self._num_loaded = 0  # seats whose prompts are all launched
+        self._closing: list[Closing] = []
         self._waiting: TokenPrompt | None = None
+        self._pending: deque[_Pending] = deque()
+        self._call_ring, self._round_ring = (
+            _ring(told) for told in (self.state.chunk_told, self.state.told)
+        )
+        self._num_calls = 0
 
     def run(self, prompts: Iterator[TokenPrompt]) -> Iterator[Completion | Rejected]:
         """Decode all prompts; each becomes one Completion, or a Rejected with code nan_logits.
@@ -133,147 +151,152 @@ class Engine:
         """Whether a prompt is in flight, waits for pages or has text to be looked at."""
         return bool(self._seats or self._closing) or self._waiting is not None
 
+    @property
+    def seats(self) -> Mapping[int, Seat]:
+        """Slots in flight."""
+        return self._seats
+
     @torch.inference_mode()
     def fill(self, prompts: Iterator[TokenPrompt]) -> None:
-        """Reserve a slot and pages for as many prompts as fit, and prefill them."""
-        placed: list[Placed] = []
-        while self._free_slots:
-            prompt = self._waiting or next(prompts, None)
-            self._waiting = prompt
-            if prompt is None:
-                break
-            length = len(prompt.token_ids) + prompt.max_new_tokens
-            num_pages = -(-length // self.cache_plan.page)
-            assert min(len(prompt.token_ids), prompt.max_new_tokens) >= 1, prompt.key
-            assert length <= self.cache_plan.max_len, (prompt.key, length, self.cache_plan)
-            assert prompt.max_new_tokens <= self.state.output_SO.shape[1], prompt.key
-            if num_pages > len(self._free_pages):
-                break
-            self._waiting = None
-            slot = self._free_slots.popleft()
-            pages = [self._free_pages.popleft() for _ in range(num_pages)]
-            row = torch.tensor(pages, device=self.state.page_table_SP.device)
-            self.state.page_table_SP[slot, :num_pages] = row
-            self._seats[slot] = _Seat(
-                prompt,
-                pages,
-                time.monotonic(),
-                len(prompt.token_ids),
-                self._stop_watch.open(prompt.sampling.stop),
-            )
-            placed.append(Placed(slot, prompt))
-            self._longest = max(self._longest, len(prompt.token_ids))
-            self.stats.prompt_tokens += len(prompt.token_ids)
-            self.stats.output_tokens += 1  # the prompt's forward gives the first token
+        """Reserve a slot and pages for as many prompts as fit, and launch prefill calls."""
+        placed = list(self._place(prompts))
         if placed:
-            self._note_draws()
-            load(self.target, self.drafter, self.state, self._flags, placed, self.prefill_tokens)
+            open_slots(self.state, self._flags, placed)
+            own = [seat.placed.prompt.sampling for seat in self._seats.values()]
+            self._draw = max(self._least_draw, draw_kind(own))
+        plan = self.state.prefill_plan
+        # A call waits to be full while rows and half the spare slots have work.
+        enough = (self.plan.rows + self.cache_plan.slots) // 2
+        while len(self._pieces) >= plan.chunks or (self._pieces and self._num_loaded < enough):
+            count = min(plan.chunks, len(self._pieces))
+            self._prefill([self._pieces.popleft() for _ in range(count)])
 
     @torch.inference_mode()
     def step(self) -> None:
-        """Run one round over the rows."""
-        rounded = -(-self._longest // KEY_STEP) * KEY_STEP
-        self.state.num_keys = min(rounded, self.cache_plan.max_len)
-        run_round(self.target, self.drafter, self.state)
-        self._longest += self.plan.draft_depth + 1  # at most; the next poll says exactly
+        """Launch one round over the rows."""
+        # What is launched and not read may have added as much to every sequence.
+        reach = (self.plan.draft_depth + 1) * sum(item.pieces is None for item in self._pending)
+        longest = max(
+            (
+                min(seat.length + reach, seat.most)
+                for seat in self._seats.values()
+                if seat.is_loaded
+            ),
+            default=0,
+        )
+        self.programs.round(RoundShape(self._num_keys(longest), self._draw))
+        self._push(self.stats.rounds, None)
         self.stats.rounds += 1
         self.stats.row_rounds += self.plan.rows
 
     @torch.inference_mode()
     def collect(self) -> Iterator[Completion | Rejected]:
-        """Poll finish codes and lengths in one copy; hand out and free the finished slots."""
-        state = self.state
-        polled = torch.stack((state.finish_S, state.length_S, state.flag_end_S)).tolist()
-        codes, lengths, flag_ends = polled
-        for slot, seat in list(self._seats.items()):
-            num_emitted, seat.length = lengths[slot] - seat.length, lengths[slot]
-            self.stats.output_tokens += num_emitted
-            self.stats.live_row_rounds += num_emitted > 0
-            if codes[slot] != Finish.LIVE:
-                self._close(slot, Finish(codes[slot]), flag_ends[slot])
-            elif seat.watched is not None:
-                self._look(slot, seat.watched, flag_ends[slot])
-        self._longest = max((lengths[slot] for slot in self._seats), default=0)
+        """Read the records that are due; hand out what has ended and free its slots."""
+        while len(self._pending) > self._lag:
+            self._read(self._pending.popleft())
+        for seat in self._seats.values():
+            if seat.watched is not None and not seat.is_cancelled:
+                self._look(seat, seat.watched)
         # While rows are live nobody waits for a look; afterwards there is nothing else to do.
         waits = not self._seats
-        closing, self._closing = self._closing, []
-        for item in closing:
-            if waits or item.watched is None or item.watched.is_settled:
-                yield self._settled(item)
+        closed, self._closing = self._closing, []
+        for item in closed:
+            if waits or item.is_settled:
+                outcome = item.outcome()
+                if isinstance(outcome, Completion):
+                    self.stats.output_tokens -= len(item.result.token_ids) - len(outcome.token_ids)
+                yield outcome
             else:
                 self._closing.append(item)
 
-    def _note_draws(self) -> None:
-        """What a draw must compute for the sequences in flight."""
-        own = [seat.prompt.sampling for seat in self._seats.values()]
-        drawn = [item for item in own if item.temperature > 0]
-        sampling = self.state.sampling
-        sampling.has_noise = bool(drawn)
-        sampling.has_top_k = any(item.top_k > 0 for item in drawn)
-        sampling.has_top_p = any(item.top_p < 1 for item in drawn)
+    def _place(self, prompts: Iterator[TokenPrompt]) -> Iterator[Placed]:
+        """Seats for the next prompts, as many as slots and pages allow."""
+        while self._homes.has_slot:
+            self._waiting = self._waiting or next(prompts, None)
+            if self._waiting is None:
+                return
+            placed = self._homes.take(self._waiting)
+            if placed is None:
+                return
+            self._waiting, prompt = None, placed.prompt
+            watched = self._stop_watch.open(prompt.sampling.stop)
+            self._seats[placed.slot] = Seat(placed, watched, time.monotonic())
+            self._pieces.extend(pieces_of(placed, self.state.prefill_plan.chunk))
+            self.stats.prompt_tokens += len(prompt.token_ids)
+            yield placed
 
-    def _look(self, slot: int, watched: Watched, flag_end: int) -> None:
-        """Have flagged text looked at; end a live sequence in which a string was found."""
-        if flag_end > watched.num_fed:
-            num_out = int(self.state.num_out_S[slot])
-            self._stop_watch.feed(watched, self._tokens(slot, watched.num_fed, num_out))
-        if not watched.is_settled or watched.match() is None:
+    def _prefill(self, pieces: list[Piece]) -> None:
+        plan = self.state.prefill_plan
+        put_pieces(self.state, pieces)
+        shape = RoundShape(self._num_keys(max(piece.stop for piece in pieces)), self._draw)
+        self.programs.prefill(shape, plan.chunks if plan.is_fixed else len(pieces))
+        self._push(self._num_calls, pieces)
+        self._num_calls += 1
+        for piece in pieces:
+            if piece.is_last:
+                self._seats[piece.placed.slot].is_loaded = True
+                self._num_loaded += 1
+
+    def _push(self, number: int, pieces: list[Piece] | None) -> None:
+        """Have the record of what was just launched copied."""
+        ring = self._round_ring if pieces is None else self._call_ring
+        while ring.is_full:  # many prefill calls in a row
+            self._read(self._pending.popleft())
+        self._pending.append(_Pending(number, ring.push(), pieces))
+
+    def _num_keys(self, length: int) -> int:
+        """Keys that attention looks at for sequences of up to so many."""
+        return next(count for count in self.cache_plan.key_counts if count >= length)
+
+    def _read(self, pending: _Pending) -> None:
+        """Take what a program told; wait for it where it is still under way."""
+        nobody = self.state.nobody
+        if pending.pieces is not None:
+            copies = self._call_ring.read(pending.ticket)
+            facts = read_record(copies, pending.number, nobody, "prefill call")
+            check_pieces(pending.pieces, facts)
+            ends = [item for item in facts if pending.pieces[item.row].is_last]
+            for item in ends:
+                seat = check_generation(self._seats.get(item.slot), item)
+                seat.take(item)
+                self.stats.output_tokens += len(item.token_ids)
+                self._close_if_done(seat, item)
             return
-        is_own_B = (self.state.slot_B == slot) & self.state.active_B
-        if not is_own_B.any():
-            return  # it waits for a row: the ring of ready slots still names it
-        self.state.active_B &= ~is_own_B
-        self.state.slot_B.masked_fill_(is_own_B, self.state.nobody)
-        self._close(slot, Finish.LENGTH, flag_end)  # the match says how it ends
+        copies = self._round_ring.read(pending.ticket)
+        sound: list[tuple[int, int, int, int]] = []
+        for item in read_record(copies, pending.number, nobody, "round"):
+            seat = check_generation(self._seats.get(item.slot), item)
+            if item.finish is Finish.LIVE and seat.placed.prompt.sampling.temperature <= 1:
+                sound.append((item.row, item.check, len(seat.accepted), item.accepted))
+            seat.take_round(item)
+            self.stats.output_tokens += len(item.token_ids)
+            self.stats.live_row_rounds += bool(item.token_ids)
+            self._close_if_done(seat, item)
+        if sound:
+            self.acceptance.add(*np.array(sound).T)
 
-    def _close(self, slot: int, finish: Finish, flag_end: int) -> None:
-        """Free a slot whose sequence has ended. What it was waits until its text is looked at."""
-        state, seat = self.state, self._seats.pop(slot)
-        num_out, rounds = int(state.num_out_S[slot]), int(state.num_rounds_S[slot])
-        token_ids = self._tokens(slot, 0, num_out)
-        reason: FinishReason = "stop" if finish is Finish.STOP else "length"
-        done = Completion(
-            key=seat.prompt.key,
-            token_ids=token_ids,
-            finish_reason=reason,
-            stop_token_id=token_ids[-1] if reason == "stop" else None,
-            accepted=tuple(state.accepted_SO[slot, :rounds].tolist()),
-            depth=tuple(state.depth_SO[slot, :rounds].tolist()),
-            drafted=self.plan.nodes - 1,
-            seconds=time.monotonic() - seat.started,
-            slot=slot,
-            logprobs=self._logprobs(slot, num_out),
-        )
-        watched = seat.watched
-        text_end = num_out - (finish is Finish.STOP)  # a stop token is no text
-        if watched is not None and min(flag_end, text_end) > watched.num_fed:
-            self._stop_watch.feed(watched, token_ids[watched.num_fed : text_end])
-        self._closing.append(_Closing(done, finish is Finish.NAN_LOGITS, watched))
-        self._free_slots.append(slot)
-        self._free_pages.extend(seat.pages)
-        # The finish code and length of a free slot must not be taken for a sequence's.
-        state.finish_S[slot] = int(Finish.LIVE)
-        state.length_S[slot] = 0
+    def _look(self, seat: Seat, watched: Watched) -> None:
+        """Have flagged text looked at; ask the device to end a sequence in which a string was
+        found. What it emits until then is cut off."""
+        if seat.may_end > watched.num_fed:
+            self._stop_watch.feed(watched, seat.token_ids[watched.num_fed :])
+        if watched.is_settled and watched.match() is not None:
+            seat.is_cancelled = True
+            self.state.is_cancelled_S[seat.placed.slot].fill_(True)  # item assignment would wait
 
-    def _settled(self, item: _Closing) -> Completion | Rejected:
-        """What became of a sequence, now that its text is known."""
-        done, match = item.result, None if item.watched is None else item.watched.match()
-        if match is not None:
-            self.stats.output_tokens -= len(done.token_ids) - match.num_tokens
-            return cut(done, match)
-        if item.is_nan:
-            return Rejected(
-                done.key,
-                "nan_logits",
-                f"a score is not finite after {len(done.token_ids)} output tokens",
-            )
-        return done
+    def _close_if_done(self, seat: Seat, facts: RowFacts) -> None:
+        """Free the slot of a sequence that has ended. What it was waits until its text is known."""
+        if facts.finish is Finish.LIVE:
+            return
+        ids, watched = seat.token_ids, seat.watched
+        text_end = len(ids) - (facts.finish is Finish.STOP)  # a stop token is no text
+        if watched is not None and min(seat.may_end, text_end) > watched.num_fed:
+            self._stop_watch.feed(watched, ids[watched.num_fed : text_end])
+        self._closing.append(closing(seat, facts.finish, self.plan.nodes - 1))
+        del self._seats[facts.slot]
+        self._num_loaded -= 1
+        self._homes.give_back(seat.placed)
 
-    def _tokens(self, slot: int, start: int, stop: int) -> tuple[int, ...]:
-        return tuple(self.state.output_SO[slot, start:stop].tolist())
 
-    def _logprobs(self, slot: int, num_out: int) -> TokenLogprobs | None:
-        if self.state.logprobs_SO is None:
-            return None
-        parts = (part[slot, :num_out].tolist() for part in self.state.logprobs_SO)
-        return TokenLogprobs(*parts)
+def _ring(told: Told) -> Ring:
+    return Ring([told.row_BX, *(told.logprobs_BK or ())])

@@ -11,14 +11,14 @@ Knows the oracle and the engine. Knows nothing about text or files.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ddbatch.core import CachePlan, Key, Sampling, ShapePlan, TokenPrompt
+from ddbatch.core import CachePlan, Completion, Key, Sampling, ShapePlan, TokenPrompt
 from ddbatch.engine.engine import Engine
 from ddbatch.engine.oracle import Oracle
 from ddbatch.engine.oracle_draw import draw_scores
@@ -138,43 +138,52 @@ def engine_scores(
 ) -> list[EngineScores]:
     """Decode at most plan.rows prompts to their caps and keep the scores of emitted tokens."""
     assert len(prompts) <= plan.rows, (len(prompts), plan)
-    cap = max(prompt.max_new_tokens for prompt in prompts)
-    engine = Engine(target, drafter, plan, cache_plan, max_new_tokens=cap, keeps_scores=True)
+    engine = Engine(target, drafter, plan, cache_plan, keeps_scores=True)
     state = engine.state
+    assert state.scores_BNV is not None
     engine.fill(iter(prompts))
     kept: list[list[Tensor]] = [[] for _ in prompts]
-    assert state.scores_BNV is not None
-    while bool((state.finish_S == 0).logical_and(state.num_out_S > 0).any()):
+    outputs: dict[Key, tuple[int, ...]] = {}
+    while engine.is_busy:
         engine.step()
         for row, count in enumerate(state.num_emitted_B.tolist()):
             if count:  # rows are seated in the order of the prompts and keep their places
                 kept[row].append(state.scores_BNV[row, state.path_BK[row, :count]].clone())
-    outputs = [
-        tuple(state.output_SO[slot, : int(state.num_out_S[slot])].tolist())
-        for slot in range(len(prompts))
-    ]
+        for done in engine.collect():
+            outputs[done.key] = done.token_ids if isinstance(done, Completion) else ()
+    empty_0V = state.scores_BNV[0, :0].clone()
     return [
-        EngineScores(ids, torch.cat(rows) if rows else state.scores_BNV[0, :0].clone())
-        for ids, rows in zip(outputs, kept, strict=True)
+        EngineScores(ids, torch.cat(rows) if rows and ids else empty_0V)
+        for ids, rows in zip((outputs[prompt.key] for prompt in prompts), kept, strict=True)
     ]
+
+
+def find_partings(target: Target, prompt: TokenPrompt, token_ids: Sequence[int]) -> list[Parting]:
+    """Every output token that is not the oracle's keyed draw after the tokens before it."""
+    return list(each_parting(target, prompt, token_ids))
+
+
+ORACLE_PIECE = 128  # tokens that the oracle reads at a time: memory for scores [piece, V]
 
 
 @torch.inference_mode()
-def find_partings(target: Target, prompt: TokenPrompt, token_ids: Sequence[int]) -> list[Parting]:
-    """Every output token that is not the keyed draw of the oracle's scores after those before it.
-
-    One forward of the oracle over the whole sequence.
-    """
-    scores_TV = Oracle(target).scores([*prompt.token_ids, *token_ids[:-1]])
-    drawn = draw_scores(scores_TV[len(prompt.token_ids) - 1 :], prompt.sampling, prompt.key, 0)
-    emitted_T = torch.tensor(token_ids, device=scores_TV.device)
-    oracle_T = drawn.tokens
+def each_parting(
+    target: Target, prompt: TokenPrompt, token_ids: Sequence[int]
+) -> Iterator[Parting]:
+    """The same in order, as the oracle comes to them: it reads the sequence piece by piece."""
+    oracle, first_place = Oracle(target), len(prompt.token_ids) - 1
+    ids = [*prompt.token_ids, *token_ids[:-1]]
     scale = prompt.sampling.temperature or 1.0
-    slack_T = drawn.slack(emitted_T) * scale
-    return [
-        Parting(place, token_ids[place], int(oracle_T[place]), float(slack_T[place]))
-        for place in (emitted_T != oracle_T).nonzero().flatten().tolist()
-    ]
+    for start in range(0, len(ids), ORACLE_PIECE):
+        scores_TV = oracle.scores(ids[start : start + ORACLE_PIECE])
+        scores_TV = scores_TV[max(0, first_place - start) :]  # none inside the prompt
+        first = max(0, start - first_place)
+        emitted = token_ids[first : first + len(scores_TV)]
+        drawn = draw_scores(scores_TV, prompt.sampling, prompt.key, first)
+        emitted_T = torch.tensor(emitted, dtype=torch.int64, device=scores_TV.device)
+        slack_T = drawn.slack(emitted_T) * scale
+        for at in (emitted_T != drawn.tokens).nonzero().flatten().tolist():
+            yield Parting(first + at, emitted[at], int(drawn.tokens[at]), float(slack_T[at]))
 
 
 def _percentile(errors: Sequence[Tensor]) -> float:

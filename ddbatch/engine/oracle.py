@@ -42,7 +42,8 @@ class Oracle:
         self.target, self.tap_layers, self.dtype = target, tap_layers, dtype
         self.length = 0
         self.features: list[Tensor] = []
-        self._cache: list[tuple[Tensor, Tensor]] = []
+        # Of each layer, keys (rotated) and values of all tokens so far, [T, G, E].
+        self.cache: list[tuple[Tensor, Tensor]] = []
 
     @torch.inference_mode()
     def scores(self, token_ids: list[int]) -> Tensor:
@@ -70,11 +71,11 @@ class Oracle:
         dims = self.target.dims
         q, k, v = project(x, layer)
         q, k = rotate(q, pos, dims.rope), rotate(k, pos, dims.rope)
-        if number < len(self._cache):
-            k, v = (torch.cat(pair) for pair in zip(self._cache[number], (k, v), strict=True))
-            self._cache[number] = (k, v)
+        if number < len(self.cache):
+            k, v = (torch.cat(pair) for pair in zip(self.cache[number], (k, v), strict=True))
+            self.cache[number] = (k, v)
         else:
-            self._cache.append((k, v))
+            self.cache.append((k, v))
         distance = pos[:, None] - torch.arange(len(k), device=x.device)
         is_visible = distance >= 0
         window = dims.windows[number]

@@ -88,6 +88,22 @@ def draft_scores(
 
 
 @torch.inference_mode()
+def context_cache(drafter: DFlash, features: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Of each layer of the drafter, keys (rotated) and values [T, G, E] of a context of `features`
+    [T, C] at positions 0..T-1, in the features' dtype."""
+    dims, dtype = drafter.dims.decoder, features.dtype
+    fused = features @ drafter.fuse.weight.to(dtype).T
+    context = norm(fused, drafter.fuse_norm.weight, dims.norm_eps)
+    pos = torch.arange(len(context), device=features.device)
+    pairs = []
+    for layer in drafter.layers:
+        assert isinstance(layer, DecoderLayer)
+        _, k, v = project(context, layer)
+        pairs.append((rotate(k, pos, dims.rope), v))
+    return pairs
+
+
+@torch.inference_mode()
 def trace(
     target: Target,
     drafter: DFlash,
@@ -141,3 +157,40 @@ def oracle_round(
         [number.get(ranks[:-1], 0) for ranks in nodes],
         accepted,
     )
+
+
+def could_accept(
+    scores_DV: Tensor,
+    next_ids: tuple[int, ...],
+    num_accepted: int,
+    *,
+    budget: int,
+    topk: int,
+    error: float,
+) -> bool:
+    """Whether the tree of scores of which two may be off by `error` against each other could be
+    followed so far and no farther along these tokens.
+
+    A node can be in such a tree if neither its sum of log-probs trails the last that is taken by
+    more than the error, nor any of its tokens the last candidate; it can be out if it does not lead
+    by more what comes next after these.
+    """
+    logprob_DV = scores_DV.log_softmax(dim=-1)
+    best_DM = logprob_DV.topk(min(topk + 1, logprob_DV.shape[1]), dim=-1).values
+    # What is not there is no rival.
+    best_DM = torch.nn.functional.pad(best_DM, (0, topk + 1 - best_DM.shape[1]), value=-torch.inf)
+    nodes = best_first(best_DM[:, None, :topk], budget + 1)
+    sums = [sum(float(best_DM[depth, rank]) for depth, rank in enumerate(node)) for node in nodes]
+    last, rival = sums[budget - 1], sums[budget] if len(sums) > budget else -torch.inf
+    depth = min(len(next_ids), len(scores_DV))
+    own = [float(logprob_DV[place, next_ids[place]]) for place in range(depth)]
+    slack = 2 * error * len(scores_DV)  # sums of so many log-probs are compared
+    may_be_in = all(
+        value >= float(best_DM[place, topk - 1]) - error
+        for place, value in enumerate(own[:num_accepted])
+    ) and (not num_accepted or sum(own[:num_accepted]) >= last - slack)
+    may_be_out = num_accepted == depth or (
+        own[num_accepted] <= float(best_DM[num_accepted, topk]) + error
+        or sum(own[: num_accepted + 1]) <= rival + slack
+    )
+    return may_be_in and may_be_out

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from ddbatch.core import CachePlan, ShapePlan
+from ddbatch.core import CachePlan, PrefillPlan, ShapePlan
 from ddbatch_kernels.build_tree import tree_capacity
 
 Method = Literal["ddtree", "chain", "autoregressive"]
@@ -16,9 +16,15 @@ AUTO_BUDGET = 16  # as wide a verify as the usual block, and already ahead of th
 AUTO_ROWS = {"cpu": 8, "cuda": 32}
 AUTO_PAGE_CUDA = 64  # the key tile of the attention kernels
 MAX_TOPK = 64
-# Prompt tokens in one prefill call: long enough to keep the matrix units busy, short enough for its
-# [T, T] mask and scores.
-PREFILL_TOKENS = 512
+# Attention looks at a multiple of this many keys. A GPU captures a graph for each count, so its
+# counts are powers of two from MIN_KEYS_CUDA on.
+KEY_STEP = 64
+MIN_KEYS_CUDA = 128
+# Prompt tokens in a piece, and pieces in a prefill call. A GPU's calls are of one size, whatever
+# waits: large enough for the matrix units, small where few rows make few tokens between calls.
+CHUNK = {"cpu": 16, "cuda": 64}
+CHUNKS = 16
+MIN_CHUNKS = 4
 
 
 def choose_method(method: str, budget: int | None, has_drafter: bool) -> Method:
@@ -90,7 +96,27 @@ def plan_cache(rows: int, *, max_len: int, page: int | None, device: str) -> Cac
     if page is None:
         page = max_len if device == "cpu" else AUTO_PAGE_CUDA
     pages_per_slot = -(-max_len // page)
-    slots = 2 * rows
+    slots, max_len = 2 * rows, pages_per_slot * page
     return CachePlan(
-        slots=slots, pages=slots * pages_per_slot, page=page, max_len=pages_per_slot * page
+        slots=slots,
+        pages=slots * pages_per_slot,
+        page=page,
+        max_len=max_len,
+        key_counts=_key_counts(max_len, device),
     )
+
+
+def plan_prefill(rows: int, device: str) -> PrefillPlan:
+    """Calls that keep up with `rows` rows."""
+    chunks = max(MIN_CHUNKS, min(CHUNKS, rows))
+    return PrefillPlan(chunks=chunks, chunk=CHUNK[device], is_fixed=device == "cuda")
+
+
+def _key_counts(max_len: int, device: str) -> tuple[int, ...]:
+    if device == "cpu":
+        return (*range(KEY_STEP, max_len, KEY_STEP), max_len)
+    counts, count = [], MIN_KEYS_CUDA
+    while count < max_len:
+        counts.append(count)
+        count *= 2
+    return (*counts, max_len)

@@ -5,18 +5,22 @@ from ddbatch.engine.admit import admit
 from ddbatch.engine.build import build
 from ddbatch.engine.commit import commit
 from ddbatch.engine.draft import draft
-from ddbatch.engine.state import RoundState
+from ddbatch.engine.record import tell_round
+from ddbatch.engine.state import RoundShape, RoundState
 from ddbatch.engine.verify import verify
 from ddbatch.models.decoder import Target
 from ddbatch.models.dflash import DFlash
 
 
-def run_round(target: Target, drafter: DFlash | None, state: RoundState) -> None:
+def run_round(target: Target, drafter: DFlash | None, state: RoundState, shape: RoundShape) -> None:
     """Advance every live row by at least one token. Without a drafter it is plain decoding."""
     admit(state)
     if drafter is not None:
-        draft(target, drafter, state)
+        draft(target, drafter, state, shape.num_keys)
     build(state)
-    verify(target, state, () if drafter is None else drafter.dims.tap_layers)
+    verify(target, state, () if drafter is None else drafter.dims.tap_layers, shape)
     accept(state)
+    slot_B, active_B = state.slot_B.clone(), state.active_B.clone()
+    length_B = state.length_S[slot_B]
     commit(drafter, state)
+    tell_round(state, length_B, slot_B, active_B)

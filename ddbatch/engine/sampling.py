@@ -6,13 +6,15 @@ Knows how options become what the draw op takes. Knows nothing about scores or t
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 
 import torch
 from torch import Tensor
 
 from ddbatch.core import Key, Sampling, StopFinder
+from ddbatch.engine.transfer import upload
 from ddbatch_kernels.keyed_draw import DrawParams
 
 # Bits of token_flag_SV.
@@ -24,13 +26,21 @@ _MASK64 = (1 << 64) - 1
 _MAX_FLAG_ROWS = 64  # distinct sets of stops whose flags are kept
 
 
+class DrawKind(IntEnum):
+    """What a draw must compute for the sequences in flight; the host knows, so that a greedy batch
+    computes no noise and one without filters no thresholds."""
+
+    GREEDY = 0
+    NOISE = 1  # min_p included
+    FILTERED = 2  # top_k and top_p too
+
+
 @dataclass
 class SlotSampling:
     """Per slot, S slots incl. nobody's; static, written by `set_slots`.
 
     The draw's parameters as in DrawParams. token_flag_SV: uint8, STOP_ID and MAY_END_STRING of
-    each token. has_noise, has_top_k, has_top_p: whether any slot needs them; kept on the host, so
-    that a greedy batch computes no noise.
+    each token.
     """
 
     temperature_S: Tensor
@@ -40,9 +50,6 @@ class SlotSampling:
     seed_S2: Tensor
     hash_S2: Tensor
     token_flag_SV: Tensor
-    has_noise: bool = False
-    has_top_k: bool = False
-    has_top_p: bool = False
 
     def rows(self, slot_B: Tensor) -> DrawParams:
         """The draw's parameters of these slots."""
@@ -81,20 +88,32 @@ def allocate_slot_sampling(slots: int, vocab: int, device: torch.device) -> Slot
     )
 
 
+def draw_kind(own: Iterable[Sampling]) -> DrawKind:
+    """What the draws of these sequences need."""
+    drawn = [item for item in own if item.temperature > 0]
+    if any(item.top_k > 0 or item.top_p < 1 for item in drawn):
+        return DrawKind.FILTERED
+    return DrawKind.NOISE if drawn else DrawKind.GREEDY
+
+
 def set_slots(
     sampling: SlotSampling, slot_R: Tensor, keys: Sequence[Key], own: Sequence[Sampling]
 ) -> None:
     """Write the draw's parameters of R slots."""
-
-    def put(place: Tensor, values: Sequence[object]) -> None:
-        place[slot_R] = torch.tensor(values, dtype=place.dtype, device=place.device)
-
-    put(sampling.temperature_S, [item.temperature for item in own])
-    put(sampling.top_k_S, [item.top_k for item in own])
-    put(sampling.top_p_S, [item.top_p for item in own])
-    put(sampling.min_p_S, [item.min_p for item in own])
-    put(sampling.seed_S2, [_words(item.seed) for item in own])
-    put(sampling.hash_S2, [_words(key_hash(key)) for key in keys])
+    device = slot_R.device
+    floats = [[item.temperature, item.top_p, item.min_p] for item in own]
+    words = [
+        [item.top_k, *_words(item.seed), *_words(key_hash(key))]
+        for key, item in zip(keys, own, strict=True)
+    ]
+    float_R3 = upload(floats, torch.float64, device)
+    word_R5 = upload(words, torch.long, device)
+    sampling.temperature_S[slot_R] = float_R3[:, 0].float()
+    sampling.top_p_S[slot_R] = float_R3[:, 1]
+    sampling.min_p_S[slot_R] = float_R3[:, 2].float()
+    sampling.top_k_S[slot_R] = word_R5[:, 0]
+    sampling.seed_S2[slot_R] = word_R5[:, 1:3]
+    sampling.hash_S2[slot_R] = word_R5[:, 3:]
 
 
 class TokenFlags:
@@ -113,7 +132,7 @@ class TokenFlags:
         if name in self._rows:
             self._rows.move_to_end(name)
             return self._rows[name]
-        flags = torch.zeros(self._vocab, dtype=torch.uint8)
+        flags = torch.zeros(self._vocab, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
         if own.stop:
             assert self._finder is not None, "stop strings need a finder"
             # A tokenizer may have more entries than the model has scores.
@@ -122,7 +141,7 @@ class TokenFlags:
         # Ids that no score stands for cannot be drawn.
         ids = [token for token in own.stop_token_ids if token < self._vocab]
         flags[torch.tensor(ids, dtype=torch.long)] |= STOP_ID
-        self._rows[name] = flags.to(self._device)
+        self._rows[name] = flags.to(self._device, non_blocking=True)
         if len(self._rows) > _MAX_FLAG_ROWS:
             self._rows.popitem(last=False)
         return self._rows[name]

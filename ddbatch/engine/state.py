@@ -1,40 +1,81 @@
 """RoundState: every tensor of the engine, allocated once, written in place, never re-bound.
 
-A slot is a sequence's home (pages, length, output, histories); a row is a lane of the round that
-works on one slot. The address of (slot, position) is page_table[slot, position // page] * page +
-position % page. Knows nothing about models beyond their sizes.
+A slot is a sequence's home on the device (pages, length, how it draws); a row is a lane of the
+round that works on one slot. The address of (slot, position) is page_table[slot, position // page]
+* page + position % page. Outputs and histories are the host's: a round's record tells them. Knows
+nothing about models beyond their sizes.
 
-Two cells follow the pages: the null cell stays zero and stands for every key that is not there, the
-trash cell takes the writes of lanes that have nothing to write. One slot follows the slots:
-nobody's, the home of inert rows.
+Further cells follow the pages of a cache plane: the null cell stays zero and stands for every key
+that is not there, the trash cell takes the writes of lanes that have nothing to keep, and the
+scratch cells hold the keys of one forward's own tokens. One slot follows the slots: nobody's, the
+home of inert rows.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
 from enum import IntEnum
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ddbatch.core import CachePlan, ShapePlan
-from ddbatch.engine.sampling import SlotSampling, allocate_slot_sampling
+from ddbatch.core import CachePlan, PrefillPlan, ShapePlan
+from ddbatch.engine.sampling import DrawKind, SlotSampling, allocate_slot_sampling
 from ddbatch.models.dims import ModelDims
-from ddbatch.models.layers import Planes, VisibleKeys
+from ddbatch.models.layers import Planes
+
+
+class Fact(IntEnum):
+    """Columns of what a program tells of a row or of a piece of a prompt, before its tokens.
+
+    CHECK: of a row the tokens that were committed before the round, of a piece its check_sum.
+    EMITTED: tokens that follow. ACCEPTED: drafted ones among them. DEPTH: the deepest node offered.
+    MAY_END: tokens up to the last that may end a stop string, 0 = none. ERROR: Error bits. Below
+    the rows one more row holds the number of the round or call in its first column.
+    """
+
+    SLOT = 0  # nobody: the row is inert
+    GENERATION = 1
+    CHECK = 2
+    EMITTED = 3
+    ACCEPTED = 4
+    DEPTH = 5
+    FINISH = 6
+    MAY_END = 7
+    ERROR = 8
+
+
+class ChunkFact(IntEnum):
+    """Columns of a piece of a prompt, before its tokens. Padding is nobody's piece of size 0."""
+
+    SLOT = 0
+    START = 1
+    SIZE = 2
+    IS_LAST = 3
+
+
+class RoundShape(NamedTuple):
+    """What the host chooses before a round or a prefill call. num_keys: cached keys that attention
+    looks at; no live sequence is longer. draw: what a draw must compute."""
+
+    num_keys: int
+    draw: DrawKind
 
 
 class Finish(IntEnum):
-    """Why a slot stopped; 0 while it is live."""
+    """Why a slot stopped; 0 while it is live. CANCELLED: the host asked for it."""
 
     LIVE = 0
     STOP = 1
     LENGTH = 2
     NAN_LOGITS = 3
+    CANCELLED = 4
 
 
 class Logprobs(NamedTuple):
-    """Of the token chosen at each node (round) or emitted at each place (slot), under the target's
+    """Of the token drawn at each node (round) or emitted at each place (record), under the target's
     raw softmax. token: float32. top_id: int32, top: float16, M most probable tokens, best first.
     """
 
@@ -55,31 +96,33 @@ class DraftTree(NamedTuple):
     ancestor_BNW: Tensor
 
 
+class Told(NamedTuple):
+    """What a program tells the host: int32 columns (engine/record.py) of each row and one row of
+    the program's own below; log-probs of the emitted tokens where they are asked for."""
+
+    row_BX: Tensor
+    logprobs_BK: Logprobs | None
+
+
 @dataclass
 class RoundState:
     """Static tensors of the engine; int64 unless stated. S slots incl. nobody's (the last)."""
 
     plan: ShapePlan
     cache_plan: CachePlan
-    # Caches and the scratch of one forward.
+    prefill_plan: PrefillPlan
+    # Caches: pages, null cell, trash cell, scratch.
     target_cache: Planes
     drafter_cache: Planes | None
-    scratch: Planes  # keys and values of this forward's tokens
     page_table_SP: Tensor
-    num_keys: int  # keys that attention looks at: no live sequence is longer
     # Per slot.
     length_S: Tensor  # committed tokens, those whose keys are in the cache
     anchor_S: Tensor  # last emitted token
     cap_S: Tensor  # tokens the slot may emit
     num_out_S: Tensor
-    output_SO: Tensor
-    finish_S: Tensor  # Finish
-    flag_end_S: Tensor  # tokens up to the last emitted one that may end a stop string, 0 = none
-    num_rounds_S: Tensor
-    accepted_SO: Tensor  # drafted tokens kept, per round
-    depth_SO: Tensor  # deepest node offered, per round
+    generation_S: Tensor  # which of the slot's sequences this is
+    is_cancelled_S: Tensor  # bool: the host wants no more of it
     sampling: SlotSampling
-    logprobs_SO: Logprobs | None  # [S, O], [S, O, M]
     # Slots that are prefilled and wait for a row: a ring with one spare place for what is not
     # pushed.
     ready_S: Tensor
@@ -89,9 +132,11 @@ class RoundState:
     slot_B: Tensor
     active_B: Tensor  # bool
     # The round.
+    round_number: Tensor
     candidate_BDM: Tensor
     edge_BDM: Tensor  # float32 log-probs
     tree: DraftTree
+    pos_BN: Tensor  # positions of the verified nodes
     choice_BN: Tensor
     is_finite_BN: Tensor  # bool: is the best score of a node a number
     logprobs_BN: Logprobs | None  # [B, N], [B, N, M]
@@ -102,6 +147,11 @@ class RoundState:
     emitted_BK: Tensor
     num_emitted_B: Tensor
     finish_B: Tensor
+    told: Told
+    # A prefill call.
+    call_number: Tensor
+    chunk_RX: Tensor  # pieces of prompts: slot, start, size, is it the last; then tokens
+    chunk_told: Told
 
     @property
     def nobody(self) -> int:
@@ -118,33 +168,65 @@ class RoundState:
         """The cell that takes writes of nothing."""
         return self.null_cell + 1
 
+    @property
+    def scratch_cell(self) -> int:
+        """The first of the cells for a forward's own tokens."""
+        return self.null_cell + 2
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """All tensors with their names, the caches' planes first."""
+        for f in fields(self):
+            yield from _tensors_in(f.name, getattr(self, f.name))
+
+    def reset(self) -> None:
+        """Make every row inert and every slot empty; caches stay as they are, and so does how slots
+        draw: both are written before they are read."""
+        for name, tensor in self.tensors():
+            if not name.startswith(("target_cache", "drafter_cache", "sampling")):
+                tensor.zero_()
+        self.slot_B.fill_(self.nobody)
+        self.tree.parent_BN.fill_(-1)
+        self.tree.ancestor_BNW[:, 0, 0] = 1  # all that a plan without drafts has
+
+
+def _tensors_in(name: str, value: object) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(value, Tensor):
+        yield name, value
+    elif isinstance(value, tuple) and hasattr(value, "_fields"):
+        for part in value._fields:
+            yield from _tensors_in(f"{name}.{part}", getattr(value, part))
+    elif isinstance(value, SlotSampling):
+        for f in fields(value):
+            yield f"{name}.{f.name}", getattr(value, f.name)
+
 
 def allocate_state(
     plan: ShapePlan,
     cache_plan: CachePlan,
+    prefill_plan: PrefillPlan,
     *,
     target: ModelDims,
     drafter: ModelDims | None,
     num_taps: int,
-    max_new_tokens: int,
-    prefill_tokens: int,
     top_logprobs: int | None,
     keeps_scores: bool = False,
     dtype: torch.dtype,
     device: torch.device,
 ) -> RoundState:
-    """All tensors for one plan, zeroed; every row inert. top_logprobs: how many of the best tokens
-    are told beside the emitted one; None = no log-probs."""
+    """All tensors for one plan; every row inert. top_logprobs: how many of the best tokens are told
+    beside the emitted one; None = no log-probs."""
     B, N, D, M = plan.rows, plan.nodes, plan.draft_depth, plan.topk
-    S, O = cache_plan.slots + 1, max_new_tokens
-    cells = cache_plan.pages * cache_plan.page + 2
-    tokens = max(B * N, prefill_tokens)
+    R, S = prefill_plan.chunks, cache_plan.slots + 1
 
-    def ints(*shape: int, fill: int = 0) -> Tensor:
-        return torch.full(shape, fill, dtype=torch.long, device=device)
+    def ints(*shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=torch.long, device=device)
 
-    def planes(dims: ModelDims, size: int) -> Planes:
-        shape = (dims.layers, size, dims.kv_heads, dims.head_width)
+    def bools(*shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=torch.bool, device=device)
+
+    def planes(dims: ModelDims, scratch: int) -> Planes:
+        cells = cache_plan.pages * cache_plan.page + 2 + scratch
+        shape = (dims.layers, cells, dims.kv_heads, dims.head_width)
         return Planes(*(torch.zeros(shape, dtype=dtype, device=device) for _ in range(2)))
 
     def logprobs(*shape: int) -> Logprobs | None:
@@ -156,38 +238,41 @@ def allocate_state(
             torch.zeros(*shape, top_logprobs, dtype=torch.float16, device=device),
         )
 
-    root = torch.zeros(B, N, -(-N // 32), dtype=torch.int32, device=device)
-    root[:, 0, 0] = 1
-    return RoundState(
+    def told(rows: int, tokens: int) -> Told:
+        shape = (rows + 1, len(Fact) + tokens)
+        return Told(torch.zeros(shape, dtype=torch.int32, device=device), logprobs(rows, tokens))
+
+    state = RoundState(
         plan=plan,
         cache_plan=cache_plan,
-        target_cache=planes(target, cells),
-        drafter_cache=None if drafter is None else planes(drafter, cells),
-        scratch=planes(target, tokens),
+        prefill_plan=prefill_plan,
+        target_cache=planes(target, B * N),
+        drafter_cache=None if drafter is None else planes(drafter, B * plan.block),
         page_table_SP=ints(S, cache_plan.max_len // cache_plan.page),
-        num_keys=0,
         length_S=ints(S),
         anchor_S=ints(S),
         cap_S=ints(S),
         num_out_S=ints(S),
-        output_SO=ints(S, O),
-        finish_S=ints(S),
-        flag_end_S=ints(S),
-        num_rounds_S=ints(S),
-        accepted_SO=ints(S, O),
-        depth_SO=ints(S, O),
+        generation_S=ints(S),
+        is_cancelled_S=bools(S),
         sampling=allocate_slot_sampling(S, target.vocab, device),
-        logprobs_SO=logprobs(S, O),
         ready_S=ints(S),
         ready_head=ints(1),
         ready_tail=ints(1),
-        slot_B=ints(B, fill=cache_plan.slots),
-        active_B=torch.zeros(B, dtype=torch.bool, device=device),
+        slot_B=ints(B),
+        active_B=bools(B),
+        round_number=ints(1),
         candidate_BDM=ints(B, D, M),
         edge_BDM=torch.zeros(B, D, M, dtype=torch.float32, device=device),
-        tree=DraftTree(ints(B, N), ints(B, N, fill=-1), ints(B, N), root),
+        tree=DraftTree(
+            ints(B, N),
+            ints(B, N),
+            ints(B, N),
+            torch.zeros(B, N, -(-N // 32), dtype=torch.int32, device=device),
+        ),
+        pos_BN=ints(B, N),
         choice_BN=ints(B, N),
-        is_finite_BN=torch.ones(B, N, dtype=torch.bool, device=device),
+        is_finite_BN=bools(B, N),
         logprobs_BN=logprobs(B, N),
         scores_BNV=torch.zeros(B, N, target.vocab, device=device) if keeps_scores else None,
         feature_TC=torch.zeros(B * N, num_taps * target.width, dtype=dtype, device=device),
@@ -196,7 +281,13 @@ def allocate_state(
         emitted_BK=ints(B, D + 1),
         num_emitted_B=ints(B),
         finish_B=ints(B),
+        told=told(B, D + 1),
+        call_number=ints(1),
+        chunk_RX=ints(R, len(ChunkFact) + prefill_plan.chunk),
+        chunk_told=told(R, 1),
     )
+    state.reset()
+    return state
 
 
 def cell_of(state: RoundState, slot: Tensor, pos: Tensor) -> Tensor:
@@ -205,20 +296,8 @@ def cell_of(state: RoundState, slot: Tensor, pos: Tensor) -> Tensor:
     return state.page_table_SP[slot, pos // page] * page + pos % page
 
 
-def prefix_keys(
-    state: RoundState, slot_B: Tensor, length_B: Tensor, num_keys: int
-) -> tuple[Tensor, Tensor]:
-    """Cells of the first num_keys keys of each slot [B, S], and which of them exist (bool): those
-    before length_B. What does not is the null cell: memory of another row is never read, not even
-    masked.
-    """
-    pos_S = torch.arange(num_keys, device=slot_B.device)
-    exists_BS = pos_S < length_B[:, None]
-    addr_BS = cell_of(state, slot_B[:, None], pos_S[None])
-    return torch.where(exists_BS, addr_BS, state.null_cell), exists_BS
-
-
-def visible_keys(addr_BS: Tensor, is_visible_BQZ: Tensor, dtype: torch.dtype) -> VisibleKeys:
-    """Turn a bool mask over [cached keys, new keys] into the additive one that attention takes."""
-    bias = torch.zeros(is_visible_BQZ.shape, dtype=dtype, device=addr_BS.device)
-    return VisibleKeys(addr_BS, bias.masked_fill_(~is_visible_BQZ, -torch.inf))
+def scratch_cells(state: RoundState, rows: int, tokens: int) -> Tensor:
+    """Cells [rows, tokens] for a forward's own keys."""
+    count = rows * tokens
+    cell_T = torch.arange(count, device=state.slot_B.device) + state.scratch_cell
+    return cell_T.view(rows, tokens)

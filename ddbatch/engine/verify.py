@@ -1,42 +1,38 @@
 """Verify stage: one target forward over every node of every tree.
 
-In: tree, lengths, target cache. Out: choice_BN, is_finite_BN, logprobs_BN, feature_TC, scratch.
-Knows nothing about the drafter.
+In: tree, lengths, target cache. Out: pos_BN, choice_BN, is_finite_BN, logprobs_BN, feature_TC, the
+nodes' keys in the scratch cells. Knows nothing about the drafter.
 """
 
-import torch
-
 from ddbatch.engine.choose import choose, tell_logprobs
-from ddbatch.engine.state import RoundState, prefix_keys
-from ddbatch.engine.windows import layer_keys
+from ddbatch.engine.state import RoundShape, RoundState
+from ddbatch.engine.windows import row_keys
 from ddbatch.models.decoder import Target
 from ddbatch_kernels.ancestors import unpack_ancestors
 
 
-def verify(target: Target, state: RoundState, tap_layers: tuple[int, ...]) -> None:
+def verify(
+    target: Target, state: RoundState, tap_layers: tuple[int, ...], shape: RoundShape
+) -> None:
     """Choose the target's token at every node; keys and values of the nodes stay in scratch.
 
     A node sees its row's committed prefix, its ancestors and itself, at position length + depth.
     """
     B, N = state.plan.rows, state.plan.nodes
     length_B = state.length_S[state.slot_B]
-    pos_BN = length_B[:, None] + state.tree.depth_BN
-    addr_BS, exists_BS = prefix_keys(state, state.slot_B, length_B, state.num_keys)
-    is_visible_BNZ = torch.cat(
-        (exists_BS[:, None].expand(B, N, -1), unpack_ancestors(state.tree.ancestor_BNW)), dim=-1
-    )
-    keys = layer_keys(
-        addr_BS,
-        is_visible_BNZ,
-        pos_BN,
+    state.pos_BN.copy_(length_B[:, None] + state.tree.depth_BN)
+    keys, cell_BN = row_keys(
+        state,
+        state.pos_BN,
+        unpack_ancestors(state.tree.ancestor_BNW),
+        shape.num_keys,
         window=target.dims.window,
-        dtype=state.scratch.k_LXGE.dtype,
     )
     out = target(
         state.tree.token_BN.flatten(),
-        pos_BN.flatten(),
+        state.pos_BN.flatten(),
         state.target_cache,
-        state.scratch,
+        cell_BN.flatten(),
         keys,
         tap_layers,
     )
@@ -48,6 +44,7 @@ def verify(target: Target, state: RoundState, tap_layers: tuple[int, ...]) -> No
         state.num_out_S[state.slot_B],
         state.slot_B,
         state.sampling,
+        shape.draw,
         num_depths=state.plan.draft_depth + 1,
     )
     state.choice_BN.copy_(drawn.token_BN)

@@ -44,6 +44,7 @@ from ddbatch.jobs.generating.progress import Progress
 from ddbatch.jobs.generating.sampling_options import check_stops, escape_note, run_sampling
 from ddbatch.jobs.generating.summary import done_text, left_text, print_summary
 from ddbatch.jobs.generating.tally import Tally
+from ddbatch.jobs.generating.trials import Trials, is_cuda_fault
 from ddbatch.jobs.generating.units import Limits
 from ddbatch.jobs.generating.worker import Worker, units_done
 from ddbatch.jobs.reading import check_model_folder
@@ -80,10 +81,11 @@ def generate(config: Config, open_pair: OpenPair) -> int:
         say(f"note: {note}")
     start = _look(config, open_pair, folder, manifest)
     attempt, decoder = new_attempt(), None
+    trials = Trials(folder, attempt)
     if manifest is None:
         # Weights are read before the folder is made: a broken checkpoint leaves nothing behind.
         log = start.scanned.log
-        decoder = start.setting.pair.load(log.num_rows * log.samples, start.setting.finder)
+        decoder = start.setting.pair.load(log.num_rows * log.samples, start.setting.finder, trials)
         manifest = _create(config, folder, attempt, start)
         if manifest.template_date != start.setting.template_date:
             # Another worker started a moment before: its moment is the run's.
@@ -98,7 +100,7 @@ def generate(config: Config, open_pair: OpenPair) -> int:
         if is_demo(config):
             tell("\n" + closing.after_demo_text())
         return verdict(config, tally)
-    decoder = decoder or start.setting.pair.load(tally.num_left, start.setting.finder)
+    decoder = decoder or start.setting.pair.load(tally.num_left, start.setting.finder, trials)
     about = about_attempt(config, start.setting.pair)
     note_changes(folder, about)
     with _disk(config):
@@ -113,9 +115,13 @@ def generate(config: Config, open_pair: OpenPair) -> int:
         raise
     except BaseException as error:
         reason = f"{type(error).__name__}: {error}"
-        raise
+        if not is_cuda_fault(error):
+            raise
+        code = ExitCode.ENGINE
+        raise RunError(f"the device failed: {str(error).splitlines()[0]}") from error
     finally:
         note_end(folder, attempt, code, reason)
+        trials.restart(reason)
     return code
 
 
@@ -268,7 +274,8 @@ def _work(
             say(f"ddbatch: stopped by {stop.signal_name}")
             say(left_text(tally, seconds))
             return ExitCode.STOPPED, f"stopped by {stop.signal_name}"
-        notes = end_notes(setting.pair, feed)
+        seconds -= decoder.seconds_judged
+        notes = [*end_notes(setting.pair, feed), *decoder.notes]
         print_summary(config.output_dir, tally, decoder.plan, decoder.figures, seconds, notes)
         if not tally.num_left:
             if tally.committed.completions:

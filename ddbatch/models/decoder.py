@@ -25,6 +25,7 @@ from ddbatch.models.layers import (
     frozen,
     linear_float32,
     rope_table,
+    write_keys,
 )
 
 
@@ -134,21 +135,21 @@ class Target(nn.Module):
         token_T: Tensor,
         pos_T: Tensor,
         cache: Planes,
-        scratch: Planes,
+        cell_T: Tensor,
         keys: LayerKeys,
         tap_layers: tuple[int, ...] = (),
     ) -> TargetOutput:
-        """Run T = B x Q tokens at their positions; scratch keeps their keys and values."""
+        """Run T = B x Q tokens at their positions. Their keys and values go to these cells of the
+        cache, from which attention reads them like all others."""
         x_TD = self.embed[token_T]
         rope_T2E = self.rope_P2E[pos_T]
         tapped = []
         for number, layer in enumerate(self.layers):
             assert isinstance(layer, DecoderLayer)
             heads = layer.project(x_TD, rope_T2E)
-            scratch.k_LXGE[number, : len(x_TD)].copy_(heads.k_TGE)
-            scratch.v_LXGE[number, : len(x_TD)].copy_(heads.v_TGE)
+            write_keys(cache, number, cell_T, heads.k_TGE, heads.v_TGE)
             visible = keys.under(self.dims.windows[number])
-            x_TD = layer.finish(x_TD, attend(*heads, cache, number, visible))
+            x_TD = layer.finish(x_TD, attend(heads.q_THE, cache, number, visible))
             if number in tap_layers:
                 tapped.append(x_TD)
         feature_TC = torch.cat(tapped, dim=-1) if tapped else x_TD[:, :0]

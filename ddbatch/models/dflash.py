@@ -19,7 +19,15 @@ from ddbatch.models.config_file import ConfigFile
 from ddbatch.models.decoder import DecoderLayer
 from ddbatch.models.decoder_config import read_decoder, read_layer_types
 from ddbatch.models.dims import DrafterDims
-from ddbatch.models.layers import LayerKeys, Linear, Planes, RmsNorm, attend, rope_table
+from ddbatch.models.layers import (
+    LayerKeys,
+    Linear,
+    Planes,
+    RmsNorm,
+    attend,
+    rope_table,
+    write_keys,
+)
 
 
 def read_drafter_dims(folder: Path) -> DrafterDims:
@@ -122,14 +130,18 @@ class DFlash(nn.Module):
             pairs.append(layer.context(fused_TD, rope_T2E))
         return Planes(*(torch.stack(side) for side in zip(*pairs, strict=True)))
 
-    def forward(self, x_TD: Tensor, pos_T: Tensor, cache: Planes, keys: LayerKeys) -> Tensor:
-        """Hidden states [T, D] of B blocks (T = B K), from the target's embeddings of the block."""
+    def forward(
+        self, x_TD: Tensor, pos_T: Tensor, cache: Planes, cell_T: Tensor, keys: LayerKeys
+    ) -> Tensor:
+        """Hidden states [T, D] of B blocks (T = B K), from the target's embeddings of the block.
+        The block's keys and values go to these cells of the cache."""
         rope_T2E = self.rope_P2E[pos_T]
         for number, layer in enumerate(self.layers):
             assert isinstance(layer, DecoderLayer)
             heads = layer.project(x_TD, rope_T2E)
+            write_keys(cache, number, cell_T, heads.k_TGE, heads.v_TGE)
             visible = keys.under(self.dims.decoder.windows[number])
-            x_TD = layer.finish(x_TD, attend(*heads, cache, number, visible))
+            x_TD = layer.finish(x_TD, attend(heads.q_THE, cache, number, visible))
         hidden_TD: Tensor = self.norm(x_TD)
         return hidden_TD
 

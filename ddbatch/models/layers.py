@@ -18,35 +18,22 @@ from ddbatch_kernels.attention import attention
 
 
 class Planes(NamedTuple):
-    """Keys and values of all layers, [L, X, G, E]; X = cells of a cache or tokens of a scratch."""
+    """Keys and values of all layers, [L, X, G, E]; X = cells of a cache, or tokens."""
 
     k_LXGE: Tensor
     v_LXGE: Tensor
 
 
-class Ragged(NamedTuple):
-    """How T flat tokens of rows with unequal counts stand in a grid of B rows x Q queries.
-
-    token_BQ: int64, the flat token of a place; a place beyond its row's count repeats a token of
-    the same row. place_T: int64, the place row * Q + query of a token.
-    """
-
-    token_BQ: Tensor
-    place_T: Tensor
-
-
 class VisibleKeys(NamedTuple):
     """Which keys a forward of B rows x Q tokens attends to.
 
-    addr_BS: int64 cells of the cache planes, the row's committed prefix (any order, padding
-    allowed). bias_BQZ: additive mask over [the S cached keys, the Q keys of this forward], Z = S +
-    Q; 0 where visible, -inf elsewhere. A query must see at least one key. ragged: None where the
-    T = B x Q tokens fill the grid in order.
+    addr_BZ: int64 cells of the cache planes: the row's committed keys and those of this forward
+    (any order, padding allowed). bias_BQZ: additive mask, 0 where visible, -inf elsewhere. A query
+    must see at least one key.
     """
 
-    addr_BS: Tensor
+    addr_BZ: Tensor
     bias_BQZ: Tensor
-    ragged: Ragged | None = None
 
 
 class LayerKeys(NamedTuple):
@@ -161,28 +148,24 @@ def apply_rope(x_THE: Tensor, rope_T2E: Tensor) -> Tensor:
     return (x * cos_T1E + turned * sin_T1E).to(x_THE.dtype)
 
 
-def attend(
-    q_THE: Tensor, k_TGE: Tensor, v_TGE: Tensor, cache: Planes, layer: int, keys: VisibleKeys
-) -> Tensor:
-    """Attention of T flat tokens over their rows' cached keys and each other; [T, H * E].
+def write_keys(cache: Planes, layer: int, cell_T: Tensor, k_TGE: Tensor, v_TGE: Tensor) -> None:
+    """Put a layer's keys and values of T tokens into their cells; int64 [T]. Only a cell that none
+    reads may be named twice."""
+    cache.k_LXGE[layer].index_copy_(0, cell_T, k_TGE)
+    cache.v_LXGE[layer].index_copy_(0, cell_T, v_TGE)
+
+
+def attend(q_THE: Tensor, cache: Planes, layer: int, keys: VisibleKeys) -> Tensor:
+    """Attention of T = B x Q flat tokens over their rows' keys; [T, H * E].
 
     Each row is a batch entry of its own: not even a NaN reaches another row.
     """
-    ragged = keys.ragged
-    if ragged is None:
-        grid = keys.bias_BQZ.shape[:2]
-        q, k, v = (x.unflatten(0, grid) for x in (q_THE, k_TGE, v_TGE))
-    else:
-        q, k, v = (x[ragged.token_BQ] for x in (q_THE, k_TGE, v_TGE))
     out_BQHE = attention(
-        q,
-        k,
-        v,
+        q_THE.unflatten(0, keys.bias_BQZ.shape[:2]),
         cache.k_LXGE[layer],
         cache.v_LXGE[layer],
-        keys.addr_BS,
+        keys.addr_BZ,
         keys.bias_BQZ,
         scale=q_THE.shape[-1] ** -0.5,
     )
-    out_TX = out_BQHE.flatten(2).flatten(0, 1)
-    return out_TX if ragged is None else out_TX[ragged.place_T]
+    return out_BQHE.flatten(2).flatten(0, 1)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ddbatch.core import Completion, Rejected, ShapePlan, StopFinder, TokenPrompt
+from ddbatch.jobs.generating.trials import Trials
 
 
 @dataclass(frozen=True)
@@ -39,12 +40,9 @@ class Decoder(Protocol):
     def max_len(self) -> int:
         """Prompt and output tokens that a sequence may have; 0 before the first grow."""
 
-    @property
-    def max_new_tokens(self) -> int:
-        """Output tokens that a sequence may have."""
-
-    def grow(self, *, max_len: int, max_new_tokens: int) -> None:
-        """Make room for longer sequences; only while nothing is in flight."""
+    def grow(self, max_len: int) -> None:
+        """Make room for longer sequences; only while nothing is in flight. RunError where no plan
+        works."""
 
     def fill(self, prompts: Iterator[TokenPrompt]) -> None:
         """Take prompts while there are free slots."""
@@ -57,7 +55,19 @@ class Decoder(Protocol):
         """Run one round."""
 
     def collect(self) -> Iterator[Completion | Rejected]:
-        """Hand out what has finished; Rejected with code nan_logits."""
+        """Hand out what has finished; Rejected with code nan_logits. RunError where output cannot
+        be trusted."""
+
+    def finish(self) -> None:
+        """Nothing more will come: do what was put off. RunError as above."""
+
+    @property
+    def seconds_judged(self) -> float:
+        """Seconds in which plans were made and judged, and nothing was decoded for the run."""
+
+    @property
+    def notes(self) -> list[str]:
+        """What the summary should say of this engine."""
 
     @property
     def figures(self) -> DecoderFigures:
@@ -91,5 +101,6 @@ class Pair(Protocol):
     def about(self) -> dict[str, object]:
         """Free facts for the attempt's record: device, method, versions."""
 
-    def load(self, num_rows: int, finder: StopFinder) -> Decoder:
-        """Read the weights. num_rows: rows left to decode, where a smaller batch would do."""
+    def load(self, num_rows: int, finder: StopFinder, trials: Trials) -> Decoder:
+        """Read the weights. num_rows: rows left to decode, where a smaller batch would do. trials:
+        of plans, in the run's folder, which may not be there yet."""

@@ -98,7 +98,7 @@ class Feed:
         """Turns that were read and have no result yet."""
         return len(self._later_turns) + len(self._window) + len(self._in_flight)
 
-    def ready(self, max_len: int, max_new_tokens: int) -> Iterator[TokenPrompt]:
+    def ready(self, max_len: int) -> Iterator[TokenPrompt]:
         """Prompts that can be decoded now and fit; ends, for now, at the first that does not."""
         while True:
             queue = self._later_turns or self._window
@@ -110,19 +110,19 @@ class Feed:
                     return
                 continue
             item = queue[0]
-            if item.num_tokens > max_len or item.tokens.max_new_tokens > max_new_tokens:
+            if item.num_tokens > max_len:
                 return
             queue.popleft()
             self._in_flight[item.tokens.key] = item
             yield item.tokens
 
-    def next_size(self) -> tuple[int, int] | None:
-        """Sequence length and cap that the next prompt needs; None if none can be had now."""
+    def next_size(self) -> int | None:
+        """Sequence length that the next prompt needs; None if none can be had now."""
         queue = self._later_turns or self._window
         if not queue and self.has_rows:
             self._read_window()
             queue = self._window
-        return (queue[0].num_tokens, queue[0].tokens.max_new_tokens) if queue else None
+        return queue[0].num_tokens if queue else None
 
     def take_whole(self) -> Iterator[Unit]:
         """Units whose every turn has a result, each once."""

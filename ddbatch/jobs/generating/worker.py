@@ -87,6 +87,7 @@ class Worker:
         try:
             while stop.signal_name is None and not self.has_too_many_rejected:
                 if not self._turn():
+                    self._decoder.finish()
                     break
         finally:
             for shard in self._sink.open_shards():
@@ -108,7 +109,7 @@ class Worker:
         """One round of the engine and what surrounds it; False when nothing is left to do."""
         feed, decoder = self._feed, self._decoder
         self._open_shards()
-        decoder.fill(feed.ready(decoder.max_len, decoder.max_new_tokens))
+        decoder.fill(feed.ready(decoder.max_len))
         is_alive = decoder.is_busy or self._prepare()
         if decoder.is_busy:
             decoder.step()
@@ -125,7 +126,7 @@ class Worker:
         """The engine is idle: get it something to do; False if there is nothing."""
         size = self._feed.next_size()
         if size is not None:
-            self._grow(*size)
+            self._grow(size)
         elif self._held:
             self._release()
         elif self._feed.has_rows or self._queue:
@@ -204,15 +205,8 @@ class Worker:
             self._sink.drop(shard)
             self._feed.close_shard(shard)
 
-    def _grow(self, length: int, max_new_tokens: int) -> None:
-        """Room for a longer sequence or a longer output, doubled so that it happens a few times in
-        a run at most: the engine drains for it."""
-        max_len = max(self._decoder.max_len, min(max(_MIN_ROOM, _doubled(length)), self._max_len))
-        # Where the context limits them, every row may have another cap: each prompt has a token.
-        room = min(_doubled(max_new_tokens), max_len - 1)
-        self._decoder.grow(max_len=max_len, max_new_tokens=max(self._decoder.max_new_tokens, room))
-
-
-def _doubled(count: int) -> int:
-    """The next power of two."""
-    return 1 << (count - 1).bit_length()
+    def _grow(self, length: int) -> None:
+        """Room for a longer sequence, doubled so that it happens a few times in a run at most: the
+        engine drains for it."""
+        room = max(_MIN_ROOM, 1 << (length - 1).bit_length())  # a power of two
+        self._decoder.grow(max(self._decoder.max_len, min(room, self._max_len)))

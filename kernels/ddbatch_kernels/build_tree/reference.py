@@ -11,7 +11,7 @@ B rows, D draft depth, R parent ranks (1: scores do not depend on the parent), M
 budget + 1 nodes.
 """
 
-from functools import lru_cache
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -145,7 +145,7 @@ def _total_order(score_BY: Tensor, words: list[Tensor]) -> Tensor:
     return order.gather(1, best)
 
 
-@lru_cache(maxsize=4096)
+@cache  # a captured round goes on reading these
 def _pairs(
     width: int, M: int, budget: int, depth: int, *, is_product: bool, device: torch.device
 ) -> Tensor:

@@ -1,0 +1,158 @@
+"""What the host knows of the sequences in flight, and what becomes of them at their ends.
+
+Knows nothing about tensors or programs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass, field
+
+from ddbatch.core import CachePlan, Completion, Rejected, RunError, TokenLogprobs, TokenPrompt
+from ddbatch.engine.prefill import Placed
+from ddbatch.engine.record import RowFacts
+from ddbatch.engine.state import Finish
+from ddbatch.engine.stop_watch import Watched, cut
+
+
+class Homes:
+    """Free slots and pages of the cache, and how many sequences each slot has had.
+
+    Both are queues: what was freed last is reused last.
+    """
+
+    def __init__(self, plan: CachePlan) -> None:
+        self._plan = plan
+        self._slots, self._pages = deque(range(plan.slots)), deque(range(plan.pages))
+        self._generations = [0] * plan.slots
+
+    @property
+    def has_slot(self) -> bool:
+        """Whether a slot is free."""
+        return bool(self._slots)
+
+    def take(self, prompt: TokenPrompt) -> Placed | None:
+        """A free slot, and pages for all that the prompt may become; None while pages are short."""
+        length = len(prompt.token_ids) + prompt.max_new_tokens
+        num_pages = -(-length // self._plan.page)
+        assert min(len(prompt.token_ids), prompt.max_new_tokens) >= 1, prompt.key
+        assert length <= self._plan.max_len, (prompt.key, length, self._plan)
+        if num_pages > len(self._pages):
+            return None
+        slot = self._slots.popleft()
+        pages = [self._pages.popleft() for _ in range(num_pages)]
+        self._generations[slot] += 1
+        return Placed(slot, pages, self._generations[slot], prompt)
+
+    def give_back(self, placed: Placed) -> None:
+        """The sequence has ended, and no launched program works on it."""
+        self._slots.append(placed.slot)
+        self._pages.extend(placed.pages)
+
+
+@dataclass
+class Seat:
+    """A slot in flight. accepted, depth: per round. may_end: output tokens up to the last one that
+    may end a stop string. is_loaded: its last piece is launched."""
+
+    placed: Placed
+    watched: Watched | None  # where the prompt has stop strings
+    started: float
+    token_ids: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+    depth: list[int] = field(default_factory=list)
+    logprobs: TokenLogprobs | None = None
+    may_end: int = 0
+    is_loaded: bool = False
+    is_cancelled: bool = False
+
+    @property
+    def length(self) -> int:
+        """Committed tokens: all but the last emitted one."""
+        return len(self.placed.prompt.token_ids) + max(0, len(self.token_ids) - 1)
+
+    @property
+    def most(self) -> int:
+        """Tokens that it may ever commit."""
+        prompt = self.placed.prompt
+        return len(prompt.token_ids) + prompt.max_new_tokens
+
+    def take(self, facts: RowFacts) -> None:
+        """Append what a program emitted."""
+        if facts.may_end:
+            self.may_end = len(self.token_ids) + facts.may_end
+        self.token_ids += facts.token_ids
+        if facts.logprobs is not None:
+            own, new = self.logprobs or TokenLogprobs([], [], []), facts.logprobs
+            self.logprobs = TokenLogprobs(
+                [*own.token, *new.token], [*own.top_ids, *new.top_ids], [*own.top, *new.top]
+            )
+
+    def take_round(self, facts: RowFacts) -> None:
+        """Append a round. RunError where the device has the sequence at another place."""
+        if facts.check != self.length:
+            raise RunError(
+                f"engine: slot {facts.slot} had {facts.check} tokens committed on the device where "
+                f"the host has {self.length}; nothing of this sequence can be trusted"
+            )
+        self.take(facts)
+        if facts.finish is not Finish.CANCELLED:
+            self.accepted.append(facts.accepted)
+            self.depth.append(facts.depth)
+
+
+def check_generation(seat: Seat | None, facts: RowFacts) -> Seat:
+    """The seat that the facts are of. RunError where the slot has another sequence by now."""
+    if seat is None or seat.placed.generation != facts.generation:
+        expected = None if seat is None else seat.placed.generation
+        raise RunError(
+            f"engine: row {facts.row} worked on sequence {facts.generation} of slot {facts.slot} "
+            f"where {expected} is seated; a stale row cannot be trusted"
+        )
+    return seat
+
+
+@dataclass
+class Closing:
+    """A sequence that has ended; its text may still be looked at."""
+
+    result: Completion
+    is_nan: bool  # without a match it is to be rejected
+    watched: Watched | None
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether its text is known."""
+        return self.watched is None or self.watched.is_settled
+
+    def outcome(self) -> Completion | Rejected:
+        """What became of the sequence; waits for looks at its text."""
+        done, match = self.result, None if self.watched is None else self.watched.match()
+        if match is not None:
+            return cut(done, match)
+        if self.is_nan:
+            return Rejected(
+                done.key,
+                "nan_logits",
+                f"a score is not finite after {len(done.token_ids)} output tokens",
+            )
+        return done
+
+
+def closing(seat: Seat, finish: Finish, drafted: int) -> Closing:
+    """The end of a sequence. drafted: nodes offered in every round."""
+    is_stop = finish is Finish.STOP
+    done = Completion(
+        key=seat.placed.prompt.key,
+        token_ids=tuple(seat.token_ids),
+        finish_reason="stop" if is_stop else "length",
+        stop_token_id=seat.token_ids[-1] if is_stop else None,
+        accepted=tuple(seat.accepted),
+        depth=tuple(seat.depth),
+        drafted=drafted,
+        seconds=time.monotonic() - seat.started,
+        slot=seat.placed.slot,
+        logprobs=seat.logprobs,
+    )
+    return Closing(done, finish is Finish.NAN_LOGITS, seat.watched)

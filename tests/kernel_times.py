@@ -1,0 +1,201 @@
+"""What kernels a run launches, what they are for, and the least that its stages must do; no test.
+
+Knows the stages of a round and the functions of the engine that launch kernels. Knows nothing about
+arms or tables.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+from measuring import Pair, Run, finish, times_ms
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from ddbatch.engine import round as round_file
+from ddbatch.engine.engine import Engine
+from ddbatch.engine.programs import GraphPool
+from ddbatch.engine.state import RoundShape
+
+STAGES = ("admit", "draft", "build", "verify", "accept", "commit", "tell_round")
+# What a kernel is for: the innermost of these functions that launched it, ...
+PLACES = {
+    "ddbatch.models.decoder.apply_rope": "rope",
+    "ddbatch.models.decoder.write_keys": "write of keys",
+    "ddbatch.models.dflash.write_keys": "write of keys",
+    "ddbatch.models.decoder.linear_float32": "head",
+    "ddbatch.engine.verify.row_keys": "addresses and masks",
+    "ddbatch.engine.draft.row_keys": "addresses and masks",
+    "ddbatch.engine.verify.choose": "draw",
+    "ddbatch.engine.draft.top_candidates": "candidates",
+}
+# ... else the first of these that is part of the name of an op around it.
+OPS = {
+    "scaled_dot_product": "attention",
+    "rms_norm": "norms",
+    "aten::linear": "matmul",
+    "index_select": "gather of keys",
+    "aten::copy_": "casts and copies",
+    "aten::silu": "activation and sums",
+    "aten::mul": "activation and sums",
+    "aten::add": "activation and sums",
+}
+
+
+class Rates(NamedTuple):
+    """Measured, a second: bytes read, bytes moved by a copy, operations of a matrix product."""
+
+    read: float
+    copy: float
+    matmul: float
+
+
+class Work(NamedTuple):
+    """What an op cannot do without."""
+
+    num_bytes: float
+    operations: float
+
+    def floor_ms(self, rates: Rates) -> float:
+        return 1000 * max(
+            self.num_bytes / max(rates.read, rates.copy), self.operations / rates.matmul
+        )
+
+
+class Launch(NamedTuple):
+    """A kernel: what it is for, the ops around it (innermost first), its name, its microseconds."""
+
+    kind: str
+    ops: str
+    kernel: str
+    us: float
+
+
+class Span(NamedTuple):
+    """A kernel's time on the device, in microseconds, and the launch that it belongs to: all of a
+    graph's kernels share one."""
+
+    launch: int
+    start: float
+    stop: float
+
+
+def measure_rates(pair: Pair) -> Rates:
+    """On fresh random data that no cache holds."""
+    is_cuda = pair.device.type == "cuda"
+    count, side = (1 << 31, 8192) if is_cuda else (1 << 24, 1024)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=pair.dtype, device=pair.device).normal_()
+
+    source, a, b = random(count), random(side, side), random(side, side)
+    target = torch.empty_like(source)
+    runs: list[Run] = [source.sum, lambda: target.copy_(source), lambda: a @ b]
+    read, copy, matmul = (
+        statistics.median(times) / 1000
+        for times in times_ms(runs, pair.device, before=lambda: None, repeats=10)
+    )
+    size = source.nbytes
+    return Rates(size / read, 2 * size / copy, 2 * side**3 / matmul)
+
+
+def stages_of(engine: Engine, shape: RoundShape) -> dict[str, Run]:
+    """The calls that run_round makes for a round, in order, to be made one by one."""
+    calls: dict[str, Run] = {}
+
+    def noting(name: str, stage: Callable[..., None]) -> Callable[..., None]:
+        def call(*args: object) -> None:
+            calls[name] = partial(stage, *args)
+            stage(*args)
+
+        return call
+
+    with ExitStack() as patches:
+        for name in STAGES:
+            stage = getattr(round_file, name)
+            patches.enter_context(patch.object(round_file, name, noting(name, stage)))
+        round_file.run_round(engine.target, engine.drafter, engine.state, shape)
+    return calls
+
+
+def captured(run: Run, pool: GraphPool | None) -> Run:
+    """A replay of this, where graphs are captured."""
+    if pool is None:
+        return run
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool.handle):
+        run()
+    return graph.replay
+
+
+def launches_of(run: Run, device: torch.device) -> list[Launch]:
+    """Kernels of one run, in order."""
+    activities = [ProfilerActivity.CPU]
+    activities += [ProfilerActivity.CUDA] if device.type == "cuda" else []
+    with ExitStack() as patches, profile(activities=activities) as found:
+        for place, kind in PLACES.items():
+            module, name = place.rsplit(".", 1)
+            function = getattr(__import__(module, fromlist=[name]), name)
+            patches.enter_context(patch(place, _named(kind, function)))
+        with record_function("stage"):
+            run()
+            finish(device)
+    events = sorted(found.events(), key=lambda event: event.time_range.start)
+    return [launch for event in events for launch in _launches(event, device)]
+
+
+def _named(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with record_function(name):
+            return function(*args, **kwargs)
+
+    return call
+
+
+def _launches(event: Any, device: torch.device) -> Iterator[Launch]:
+    if event.device_type.name != "CPU":
+        return
+    ops, above = [], event
+    while above is not None:
+        ops.append(above.name)
+        above = above.cpu_parent
+    kind = next((name for name in ops if name in PLACES.values()), None)
+    text = " < ".join(ops)
+    kind = kind or next((kind for part, kind in OPS.items() if part in text), "other")
+    if device.type == "cuda":
+        for kernel in event.kernels:
+            if kernel.name not in ops:  # a range is told as if it were a kernel of its own
+                yield Launch(kind, text, kernel.name, kernel.duration)
+    elif event.name.startswith("aten::"):
+        yield Launch(kind, text, event.name, event.self_cpu_time_total)
+
+
+def works_of(engine: Engine, context: int) -> dict[tuple[str, str], Work]:
+    """What a round must do, by stage and kind: weights once, keys of the context once."""
+    plan, target, drafter = engine.plan, engine.target, engine.drafter
+    assert drafter is not None
+    size, head = target.embed.element_size(), target.head.numel()
+    own = drafter.dims.decoder
+    pair_width = 2 * own.kv_heads * own.head_width  # of a key and a value
+    append = drafter.fuse.weight.numel() + own.layers * own.width * pair_width
+    found = {
+        ("commit", "matmul"): Work(append * size, 2 * append * plan.rows * (plan.draft_depth + 1))
+    }
+    for stage, layers, dims, queries, scored in (
+        ("draft", drafter.layers, own, plan.block, plan.draft_depth),
+        ("verify", target.layers, target.dims, plan.nodes, plan.nodes),
+    ):
+        weights = sum(weight.numel() for weight in layers.parameters())
+        keys = plan.rows * (context + queries) * dims.layers
+        found[stage, "matmul"] = Work(weights * size, 2 * weights * plan.rows * queries)
+        found[stage, "attention"] = Work(
+            keys * 2 * dims.kv_heads * dims.head_width * size,
+            keys * queries * 4 * dims.heads * dims.head_width,
+        )
+        found[stage, "head"] = Work(head * size, 2 * head * plan.rows * scored)
+    return found
