@@ -24,10 +24,14 @@ HOT = Sampling(temperature=1.0)
 
 
 class Numbers:
-    """A StopFinder: a token's text is its number, and a stop string is one of them."""
+    """A StopFinder: a token's text is its number, and a stop string is one of them.
+    flags_all: more tokens are flagged than could complete one."""
+
+    def __init__(self, *, flags_all: bool = False) -> None:
+        self._flags_all = flags_all
 
     def flagged(self, stop: tuple[str, ...]) -> Sequence[int]:
-        return [int(string) for string in stop]
+        return range(VOCAB) if self._flags_all else [int(string) for string in stop]
 
     def watch(self, stop: tuple[str, ...]) -> Callable[[Sequence[int]], StopMatch | None]:
         num_tokens = 0
@@ -53,8 +57,9 @@ def prompts() -> list[list[int]]:
     return random_prompts([5, 9, 2, 7, 12, 1], VOCAB, seed=3)
 
 
-def engine_of(pair: Pair, **options: object) -> Engine:
-    return make_engine(*pair, rows=1, max_len=128, finder=Numbers(), **options)  # type: ignore[arg-type]
+def engine_of(pair: Pair, *, flags_all: bool = False, **options: object) -> Engine:
+    finder = Numbers(flags_all=flags_all)
+    return make_engine(*pair, rows=1, max_len=128, finder=finder, **options)  # type: ignore[arg-type]
 
 
 def same(done: Completion) -> Completion:
@@ -115,15 +120,16 @@ def test_a_sequence_cancelled_in_the_ready_ring_ends_with_its_first_round(
     assert int(state.length_S[1]) == len(prompts[1])
 
 
+@pytest.mark.parametrize("flags_all", [False, True])
 @pytest.mark.parametrize("num_tokens", [2, 7, 20])
 @pytest.mark.parametrize("method", METHODS)
 def test_a_sequence_cancelled_in_its_row_ends_soon_after_its_string(
-    pair: Pair, prompts: list[list[int]], method: str, num_tokens: int
+    pair: Pair, prompts: list[list[int]], method: str, num_tokens: int, flags_all: bool
 ) -> None:
     for prompt in prompts:
         (full,) = decode(engine_of(pair, method=method), [prompt], CAP, HOT)
         own = stopping_at(full, num_tokens)
-        engine = engine_of(pair, method=method)
+        engine = engine_of(pair, method=method, flags_all=flags_all)
         engine.fill(iter(token_prompts([prompt], CAP, own)))
         (done,) = run_to_the_end(engine)
         assert isinstance(done, Completion)

@@ -281,3 +281,16 @@ def test_of_equal_scores_the_lower_token_id_is_drawn(tmp_path: Path, method: str
         steps = oracle.decode(target, tuple(prompt), max_new_tokens=20, stop_token_ids=())
         assert done.token_ids == tuple(step.token_id for step in steps)
         assert set(done.token_ids) <= {0, 5}
+
+
+@pytest.mark.parametrize("number", [torch.nan, -torch.nan, torch.inf])
+@pytest.mark.parametrize(("method", "budget"), [("chain", None), ("ddtree", 7), ("ddtree", 33)])
+def test_a_drafter_whose_scores_are_no_numbers_changes_no_token(
+    tmp_path: Path, expected: list[tuple[int, ...]], method: str, budget: int | None, number: float
+) -> None:
+    target, drafter = load_tiny_pair(tmp_path, vocab=VOCAB, block=5)
+    drafter.norm.weight.fill_(number)
+    done = decode(
+        make_engine(target, drafter, method=method, budget=budget), random_prompts(LENGTHS, VOCAB)
+    )
+    assert outputs_of(done) == expected

@@ -80,9 +80,9 @@ def test_a_verdict_lasts_for_the_same_plan_on_the_same_device(tmp_path: Path) ->
 
 
 def test_where_no_other_plan_may_serve_the_run_stops_and_says_why(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match="no plan passes the gate .*17 nodes, captured: tokens: 3"):
+    with pytest.raises(RunError, match=r"no plan passes the gate .*17 nodes, captured: tokens: 3"):
         Bench(tmp_path, bad={0}).choose("a", may_fall_back=False)
-    with pytest.raises(RunError, match="1 nodes, eager: tokens: 3"):
+    with pytest.raises(RunError, match=r"1 nodes, eager: tokens: 3"):
         Bench(tmp_path, bad={0, 1, 2, 3}).choose("b")
 
 

@@ -28,7 +28,7 @@ from ddbatch.engine.numerics import FLOAT32_GAP
 from ddbatch.engine.prefill import Piece, Placed
 from ddbatch.engine.programs import EagerPrograms
 from ddbatch.engine.sampling import TokenFlags
-from ddbatch.engine.state import ChunkFact, RoundState, Told
+from ddbatch.engine.state import ChunkFact, RoundState
 from ddbatch.engine.transfer import Ring, Ticket
 from ddbatch.models import layers as layers_module
 from ddbatch.models.decoder import Target
@@ -42,11 +42,6 @@ Pair = tuple[Target, DFlash]
 Patch = pytest.MonkeyPatch
 
 
-@pytest.fixture
-def patch(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    return monkeypatch
-
-
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     return load_tiny_pair(
@@ -54,28 +49,25 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     )
 
 
-def wrong_mask_bit(patch: Patch, engine: Engine) -> None:
-    """Node 2 sees node 1, or does not."""
+def see_wrongly(patch: Patch, node: int, other: int) -> None:
     original = verify_module.unpack_ancestors
 
     def unpack(ancestor_BNW: Tensor) -> Tensor:
         is_ancestor_BNN = original(ancestor_BNW)
-        is_ancestor_BNN[:, 2, 1] ^= True
+        is_ancestor_BNN[:, node, other] ^= True
         return is_ancestor_BNN
 
     patch.setattr(verify_module, "unpack_ancestors", unpack)
 
 
+def wrong_mask_bit(patch: Patch, engine: Engine) -> None:
+    """Node 2 sees node 1, or does not."""
+    see_wrongly(patch, 2, 1)
+
+
 def wrong_mask_bit_in_word_1(patch: Patch, engine: Engine) -> None:
     """Node 33 sees node 32, or does not; what is accepted goes by right words."""
-    original = verify_module.unpack_ancestors
-
-    def unpack(ancestor_BNW: Tensor) -> Tensor:
-        wrong_BNW = ancestor_BNW.clone()
-        wrong_BNW[:, 33, 1] ^= 1
-        return original(wrong_BNW)
-
-    patch.setattr(verify_module, "unpack_ancestors", unpack)
+    see_wrongly(patch, 33, 32)
 
 
 def wrong_ancestor_word_1(patch: Patch, engine: Engine) -> None:
@@ -147,7 +139,7 @@ def features_by_prefix(patch: Patch, engine: Engine) -> None:
     original = commit_module.append_context
 
     def append(
-        drafter: DFlash, state: RoundState, feature: Tensor, pos_T: Tensor, cell_T: Tensor
+        drafter: DFlash, state: RoundState, _: Tensor, pos_T: Tensor, cell_T: Tensor
     ) -> None:
         first_BK = torch.arange(state.plan.rows)[:, None] * state.plan.nodes
         first_BK = first_BK + torch.arange(state.path_BK.shape[1])
@@ -160,12 +152,11 @@ def context_of_row_0_alone(patch: Patch, engine: Engine) -> None:
     """The drafter's context of other rows does not grow."""
     original = commit_module.append_context
 
-    def append(
-        drafter: DFlash, state: RoundState, feature: Tensor, pos_T: Tensor, cell_T: Tensor
-    ) -> None:
+    def append(drafter: DFlash, state: RoundState, *rest: Tensor) -> None:
+        feature_TC, pos_T, cell_T = rest
         cell_BK = cell_T.unflatten(0, (state.plan.rows, -1)).clone()
         cell_BK[1:] = state.trash_cell
-        original(drafter, state, feature, pos_T, cell_BK.flatten())
+        original(drafter, state, feature_TC, pos_T, cell_BK.flatten())
 
     patch.setattr(commit_module, "append_context", append)
 
@@ -186,8 +177,8 @@ class HastyRing(Ring):
 
     is_full = False
 
-    def __init__(self, told: Told) -> None:
-        super().__init__([told.row_BX], size=1)
+    def __init__(self, tensors: list[Tensor]) -> None:
+        super().__init__(tensors, size=1)
 
     def push(self) -> Ticket:
         self._unread = [False]
@@ -195,7 +186,7 @@ class HastyRing(Ring):
 
 
 def record_overwritten_before_it_is_read(patch: Patch, engine: Engine) -> None:
-    patch.setattr(engine_module, "_ring", HastyRing)
+    patch.setattr(engine_module, "Ring", HastyRing)
     engine._lag = 1  # as on a GPU
     engine.reset()
 
@@ -270,22 +261,18 @@ FAULTS = [
 ]
 
 
-def failed_checks(engine: Engine, own: Sampling) -> set[str]:
-    verdict = judge(engine, sampling=[own], gap=FLOAT32_GAP)
-    assert verdict.is_sound == (not verdict.reason)
-    assert "\n" not in verdict.reason
-    return {check for check in CHECKS if f"{check}: " in verdict.reason}
-
-
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.plant.__name__)
-def test_a_planted_fault_is_stopped_and_named(pair: Pair, patch: Patch, fault: Fault) -> None:
+def test_a_planted_fault_is_stopped_and_named(pair: Pair, monkeypatch: Patch, fault: Fault) -> None:
     engine = make_engine(*pair, budget=fault.budget, page=fault.page)
-    fault.plant(patch, engine)
-    assert failed_checks(engine, Sampling(temperature=0.8)) & fault.checks
+    fault.plant(monkeypatch, engine)
+    verdict = judge(engine, sampling=[Sampling(temperature=0.8)], gap=FLOAT32_GAP)
+    assert not verdict.is_sound
+    assert "\n" not in verdict.reason
+    assert {check for check in CHECKS if f"{check}: " in verdict.reason} & fault.checks
 
 
 def test_a_split_that_is_wrong_beyond_4096_keys_alone_is_stopped(
-    tmp_path: Path, patch: Patch
+    tmp_path: Path, monkeypatch: Patch
 ) -> None:
     target, drafter = load_tiny_pair(
         tmp_path,
@@ -303,17 +290,7 @@ def test_a_split_that_is_wrong_beyond_4096_keys_alone_is_stopped(
     cache_plan = CachePlan(2, 2, FAR + 448, FAR + 448, key_counts=(64, FAR, FAR + 448))
     prefill_plan = PrefillPlan(chunks=8, chunk=64, is_fixed=False)
     engine = Engine(target, drafter, plan, cache_plan, prefill_plan=prefill_plan)
-    split_ends_at_4096_keys(patch, engine)
+    split_ends_at_4096_keys(monkeypatch, engine)
     verdict = judge(engine, sampling=[], gap=FLOAT32_GAP)
     assert "state: " in verdict.reason
     assert re.search(f"of layer 1, positions ({FAR}|{FAR + 256})..", verdict.reason)
-
-
-def test_a_ring_refuses_a_place_that_was_not_read() -> None:
-    ring = Ring([torch.zeros(2)], size=2)
-    first = ring.push()
-    ring.push()
-    with pytest.raises(AssertionError, match="overwritten"):
-        ring.push()
-    ring.read(first)
-    ring.push()

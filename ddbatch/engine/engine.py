@@ -39,7 +39,7 @@ from ddbatch.engine.programs import CapturedPrograms, EagerPrograms, GraphPool, 
 from ddbatch.engine.record import RowFacts, read_record
 from ddbatch.engine.sampling import DrawKind, TokenFlags, draw_kind
 from ddbatch.engine.seats import Closing, Homes, Seat, check_generation, closing
-from ddbatch.engine.state import Finish, RoundShape, Told, allocate_state
+from ddbatch.engine.state import Finish, RoundShape, allocate_state
 from ddbatch.engine.stop_watch import StopWatch, Watched
 from ddbatch.engine.transfer import Ring, Ticket
 from ddbatch.models.decoder import Target
@@ -129,9 +129,8 @@ class Engine:
         self._closing: list[Closing] = []
         self._waiting: TokenPrompt | None = None
         self._pending: deque[_Pending] = deque()
-        self._call_ring, self._round_ring = (
-            _ring(told) for told in (self.state.chunk_told, self.state.told)
-        )
+        self._call_ring = Ring(self.state.chunk_told.tensors())
+        self._round_ring = Ring(self.state.told.tensors())
         self._num_calls = 0
 
     def run(self, prompts: Iterator[TokenPrompt]) -> Iterator[Completion | Rejected]:
@@ -250,27 +249,23 @@ class Engine:
 
     def _read(self, pending: _Pending) -> None:
         """Take what a program told; wait for it where it is still under way."""
-        nobody = self.state.nobody
+        is_round = pending.pieces is None
+        ring, what = (self._round_ring, "round") if is_round else (self._call_ring, "prefill call")
+        facts = read_record(ring.read(pending.ticket), pending.number, self.state.nobody, what)
         if pending.pieces is not None:
-            copies = self._call_ring.read(pending.ticket)
-            facts = read_record(copies, pending.number, nobody, "prefill call")
             check_pieces(pending.pieces, facts)
-            ends = [item for item in facts if pending.pieces[item.row].is_last]
-            for item in ends:
-                seat = check_generation(self._seats.get(item.slot), item)
-                seat.take(item)
-                self.stats.output_tokens += len(item.token_ids)
-                self._close_if_done(seat, item)
-            return
-        copies = self._round_ring.read(pending.ticket)
+            facts = [item for item in facts if pending.pieces[item.row].is_last]
         sound: list[tuple[int, int, int, int]] = []
-        for item in read_record(copies, pending.number, nobody, "round"):
+        for item in facts:
             seat = check_generation(self._seats.get(item.slot), item)
-            if item.finish is Finish.LIVE and seat.placed.prompt.sampling.temperature <= 1:
-                sound.append((item.row, item.check, len(seat.accepted), item.accepted))
-            seat.take_round(item)
+            if is_round:
+                if item.finish is Finish.LIVE and seat.placed.prompt.sampling.temperature <= 1:
+                    sound.append((item.row, item.check, len(seat.accepted), item.accepted))
+                seat.take_round(item)
+                self.stats.live_row_rounds += bool(item.token_ids)
+            else:
+                seat.take(item)
             self.stats.output_tokens += len(item.token_ids)
-            self.stats.live_row_rounds += bool(item.token_ids)
             self._close_if_done(seat, item)
         if sound:
             self.acceptance.add(*np.array(sound).T)
@@ -278,11 +273,11 @@ class Engine:
     def _look(self, seat: Seat, watched: Watched) -> None:
         """Have flagged text looked at; ask the device to end a sequence in which a string was
         found. What it emits until then is cut off."""
-        if seat.may_end > watched.num_fed:
-            self._stop_watch.feed(watched, seat.token_ids[watched.num_fed :])
         if watched.is_settled and watched.match() is not None:
             seat.is_cancelled = True
             self.state.is_cancelled_S[seat.placed.slot].fill_(True)  # item assignment would wait
+        elif seat.may_end > watched.num_fed:
+            self._stop_watch.feed(watched, seat.token_ids[watched.num_fed :])
 
     def _close_if_done(self, seat: Seat, facts: RowFacts) -> None:
         """Free the slot of a sequence that has ended. What it was waits until its text is known."""
@@ -296,7 +291,3 @@ class Engine:
         del self._seats[facts.slot]
         self._num_loaded -= 1
         self._homes.give_back(seat.placed)
-
-
-def _ring(told: Told) -> Ring:
-    return Ring([told.row_BX, *(told.logprobs_BK or ())])

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from ddbatch.core import Completion, Key
 from ddbatch.engine.engine import Engine
+from ddbatch.engine.numerics import partings_of
 from ddbatch.engine.prefill import Placed
-from ddbatch.engine.reread import Followed, Reread, distance, follow, partings, reread
+from ddbatch.engine.reread import Followed, Reread, distance, follow, reread
 
 SIGMAS = 3.0
 
@@ -137,7 +138,7 @@ class Findings:
     def _judge_tokens(self, decoded: Decoded, scores_TV: Tensor) -> None:
         prompt, output = decoded.placed.prompt, decoded.done.token_ids
         self._num_tokens += len(output)
-        found = partings(scores_TV, prompt, output)
+        found = list(partings_of(scores_TV, prompt, output))
         wrong = [parting for parting in found if not parting.slack <= self._gap]
         self._num_explained += len(found) - len(wrong)
         if not wrong:

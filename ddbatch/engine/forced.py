@@ -15,17 +15,13 @@ from typing import NamedTuple
 import torch
 
 from ddbatch.core import Key, ShapePlan
-from ddbatch.engine.accept import accept
 from ddbatch.engine.admit import admit
-from ddbatch.engine.build import build
-from ddbatch.engine.commit import commit
 from ddbatch.engine.engine import Engine
 from ddbatch.engine.oracle_ddtree import best_first
 from ddbatch.engine.prefill import prefill
-from ddbatch.engine.record import tell_round
+from ddbatch.engine.round import finish_round
 from ddbatch.engine.state import RoundShape
 from ddbatch.engine.transfer import upload
-from ddbatch.engine.verify import verify
 
 # Mean cost of a depth and of a rank in random drafts: deep trees, bushy ones, and between.
 COSTS = ((0.02, 2.0), (2.0, 0.05), (0.5, 0.5))
@@ -79,13 +75,7 @@ class ForcedPrograms:
         assert drafter is not None
         admit(state)
         self._draft()
-        build(state)
-        verify(target, state, drafter.dims.tap_layers, shape)
-        accept(state)
-        slot_B, active_B = state.slot_B.clone(), state.active_B.clone()
-        length_B = state.length_S[slot_B]
-        commit(drafter, state)
-        tell_round(state, length_B, slot_B, active_B)
+        finish_round(target, drafter, state, shape)
 
     def _draft(self) -> None:
         state, plan = self._engine.state, self._engine.plan

@@ -173,17 +173,22 @@ def each_parting(
     """The same in order, as the oracle comes to them: it reads the sequence piece by piece."""
     oracle, first_place = Oracle(target), len(prompt.token_ids) - 1
     ids = [*prompt.token_ids, *token_ids[:-1]]
-    scale = prompt.sampling.temperature or 1.0
     for start in range(0, len(ids), ORACLE_PIECE):
         scores_TV = oracle.scores(ids[start : start + ORACLE_PIECE])
         scores_TV = scores_TV[max(0, first_place - start) :]  # none inside the prompt
-        first = max(0, start - first_place)
-        emitted = token_ids[first : first + len(scores_TV)]
-        drawn = draw_scores(scores_TV, prompt.sampling, prompt.key, first)
-        emitted_T = torch.tensor(emitted, dtype=torch.int64, device=scores_TV.device)
-        slack_T = drawn.slack(emitted_T) * scale
-        for at in (emitted_T != drawn.tokens).nonzero().flatten().tolist():
-            yield Parting(first + at, emitted[at], int(drawn.tokens[at]), float(slack_T[at]))
+        yield from partings_of(scores_TV, prompt, token_ids, max(0, start - first_place))
+
+
+def partings_of(
+    scores_TV: Tensor, prompt: TokenPrompt, token_ids: Sequence[int], first: int = 0
+) -> Iterator[Parting]:
+    """Output tokens from the first-th on that are not the keyed draws of the oracle's scores."""
+    emitted = token_ids[first : first + len(scores_TV)]
+    drawn = draw_scores(scores_TV, prompt.sampling, prompt.key, first)
+    emitted_T = torch.tensor(emitted, dtype=torch.int64, device=scores_TV.device)
+    slack_T = drawn.slack(emitted_T) * (prompt.sampling.temperature or 1.0)
+    for at in (emitted_T != drawn.tokens).nonzero().flatten().tolist():
+        yield Parting(first + at, emitted[at], int(drawn.tokens[at]), float(slack_T[at]))
 
 
 def _percentile(errors: Sequence[Tensor]) -> float:

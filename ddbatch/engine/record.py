@@ -31,7 +31,7 @@ class Error:
 
 ERRORS = {
     Error.TOKEN: "a token outside the vocabulary",
-    Error.PARENT: "a tree node before its parent",
+    Error.PARENT: "a tree node before its parent, or not one below it",
     Error.EMITTED: "a round that emitted no token, or more than a path can hold",
     Error.LENGTH: "a sequence longer than its pages",
 }
@@ -75,11 +75,15 @@ def _error_word(state: RoundState, length_B: Tensor, slot_B: Tensor, active_B: T
     tree, num_B = state.tree, state.num_emitted_B
     token_BX = torch.cat((tree.token_BN, state.choice_BN), dim=1)
     node_N = torch.arange(tree.parent_BN.shape[1], device=slot_B.device)
+    parent_depth_BN = tree.depth_BN.gather(1, tree.parent_BN.clamp(min=0))
+    parent_depth_BN = torch.where(node_N == 0, -1, parent_depth_BN)
     is_bad = {
         Error.TOKEN: ((token_BX < 0) | (token_BX >= vocab)).any(dim=1),
-        Error.PARENT: ((tree.parent_BN >= node_N) | ((tree.parent_BN < 0) != (node_N == 0))).any(
-            dim=1
-        ),
+        Error.PARENT: (
+            (tree.parent_BN >= node_N)
+            | ((tree.parent_BN < 0) != (node_N == 0))
+            | (tree.depth_BN != parent_depth_BN + 1)
+        ).any(dim=1),
         # A row may end without a token: cancelled, or with scores that are no numbers.
         Error.EMITTED: (num_B < (state.finish_B <= int(Finish.LENGTH)).long())
         | (num_B > state.emitted_BK.shape[1]),

@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 
 from ddbatch.core import Completion, ShapePlan, TokenPrompt
-from ddbatch.engine.numerics import ORACLE_PIECE, Parting
+from ddbatch.engine.numerics import ORACLE_PIECE
 from ddbatch.engine.oracle import Oracle
 from ddbatch.engine.oracle_ddtree import context_cache, could_accept, draft_scores, oracle_round
-from ddbatch.engine.oracle_draw import draw_scores
 from ddbatch.models.decoder import Target
 from ddbatch.models.dflash import DFlash
 from ddbatch.models.layers import Planes
@@ -67,17 +66,6 @@ def reread(
     feature_TC = torch.cat(oracle.features)
     caches["drafter"] = context_cache(drafter, feature_TC)
     return Reread(scores_TV, feature_TC, caches)
-
-
-def partings(scores_TV: Tensor, prompt: TokenPrompt, token_ids: Sequence[int]) -> list[Parting]:
-    """Every output token that is not the keyed draw of these scores."""
-    drawn = draw_scores(scores_TV, prompt.sampling, prompt.key, 0)
-    emitted_T = torch.tensor(token_ids, device=scores_TV.device)
-    slack_T = drawn.slack(emitted_T) * (prompt.sampling.temperature or 1.0)
-    return [
-        Parting(place, token_ids[place], int(drawn.tokens[place]), float(slack_T[place]))
-        for place in (emitted_T != drawn.tokens).nonzero().flatten().tolist()
-    ]
 
 
 class Followed(NamedTuple):

@@ -17,6 +17,13 @@ def run_round(target: Target, drafter: DFlash | None, state: RoundState, shape: 
     admit(state)
     if drafter is not None:
         draft(target, drafter, state, shape.num_keys)
+    finish_round(target, drafter, state, shape)
+
+
+def finish_round(
+    target: Target, drafter: DFlash | None, state: RoundState, shape: RoundShape
+) -> None:
+    """What follows when the drafts are there, whoever made them."""
     build(state)
     verify(target, state, () if drafter is None else drafter.dims.tap_layers, shape)
     accept(state)

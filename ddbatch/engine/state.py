@@ -103,6 +103,10 @@ class Told(NamedTuple):
     row_BX: Tensor
     logprobs_BK: Logprobs | None
 
+    def tensors(self) -> list[Tensor]:
+        """All of it."""
+        return [self.row_BX, *(self.logprobs_BK or ())]
+
 
 @dataclass
 class RoundState:

@@ -21,7 +21,7 @@ from ddbatch_kernels.ancestors import pack_ancestors
 
 # Sums are integers in units of 2^-40: exact, so that equal scores tie and order never depends on
 # the order of summation. The floor keeps 2^5 terms inside int64; only log-probs below -2^18 meet
-# it.
+# it, and those that are no numbers.
 FIXED_POINT = 2.0**40
 FLOOR = -(2.0**58)
 
@@ -68,7 +68,8 @@ def build_tree_ref(edge_BDRM: Tensor, budget: int) -> TreeNodes:
     B, D, R, M = edge_BDRM.shape
     assert 1 <= budget <= tree_capacity(D, M, budget), (budget, D, M)
     device = edge_BDRM.device
-    edge = (edge_BDRM.double() * FIXED_POINT).round().clamp(min=FLOOR).long()
+    # NaN would overflow, and a node could stand under a parent that is not its own.
+    edge = (edge_BDRM.double() * FIXED_POINT).round().nan_to_num(nan=FLOOR).clamp(FLOOR, 0.0).long()
     digit_bits = M.bit_length()
     digits_per_word = 62 // digit_bits
     zero = torch.zeros(B, 1, dtype=torch.long, device=device)

@@ -17,7 +17,8 @@ def top_candidates_ref(logits_BDV: Tensor, num_candidates: int) -> tuple[Tensor,
     logits: float32. token: int64. log-prob: float32(logit - logsumexp(logits)), not divided by a
     temperature. torch.topk leaves the order of equal values open, so values and ids are packed into
     one integer key. The M best tokens lie in the M chunks whose best token ranks first, since each
-    better chunk holds at least one better token: only those chunks are searched.
+    better chunk holds at least one better token: only those chunks are searched. Where a row's
+    scores are not all numbers its candidates are still distinct tokens.
     """
     B, D, V = logits_BDV.shape
     M = num_candidates
@@ -37,7 +38,9 @@ def top_candidates_ref(logits_BDV: Tensor, num_candidates: int) -> tuple[Tensor,
 
 
 def _ranked(value: Tensor, count: int, name: Tensor | None = None) -> Tensor:
-    """Places of the first `count` entries of the last dim by (value desc, name asc)."""
+    """Places of the first `count` entries of the last dim by (value desc, name asc). NaN counts as
+    -inf: among scores that are no numbers any order will do, but padding must come last."""
+    value = torch.where(value.isnan(), -torch.inf, value)
     bits = (value + 0.0).view(torch.int32).long()  # + 0.0: -0.0 equals 0.0, so their keys must too
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # integers that sort as the floats do
     if name is None:
