@@ -34,7 +34,7 @@ class Built:
 
 
 class Bench:
-    """Builds and judges; bad: arms that fail, by place in ARMS; fatal: those that end in a fault."""
+    """Builds and judges; bad: arms that fail, by place in ARMS; fatal: one that ends in a fault."""
 
     def __init__(self, folder: Path, bad: set[int] = frozenset(), fatal: int | None = None) -> None:  # type: ignore[assignment]
         self.folder, self.bad, self.fatal = RunFolder(folder), bad, fatal
