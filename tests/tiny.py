@@ -213,8 +213,8 @@ def write_drafter(
     return folder
 
 
-def load_tiny_pair(tmp_path: Path, **sizes: Any) -> tuple[Target, DFlash]:
-    """Write and load a fitting pair, float32 on the CPU, in tmp_path/target and tmp_path/drafter.
+def load_tiny_pair(tmp_path: Path, device: str = "cpu", **sizes: Any) -> tuple[Target, DFlash]:
+    """Write and load a fitting pair, float32, in tmp_path/target and tmp_path/drafter.
 
     sizes: arguments of write_target (family, vocab, ...); block, tap_layers, mask_token_id, windows
     and names that begin with drafter_ (drafter_layers, drafter_seed, ...) are write_drafter's.
@@ -232,7 +232,10 @@ def load_tiny_pair(tmp_path: Path, **sizes: Any) -> tuple[Target, DFlash]:
     }
     target_folder = write_target(tmp_path / "target", **for_target)
     drafter_folder = write_drafter(tmp_path / "drafter", target_folder=target_folder, **for_drafter)
-    return read_target(target_folder), read_drafter(drafter_folder, target_folder)
+    return (
+        read_target(target_folder, device=device),
+        read_drafter(drafter_folder, target_folder, device=device),
+    )
 
 
 def write_cli_pair(folder: Path) -> Path:
@@ -243,18 +246,20 @@ def write_cli_pair(folder: Path) -> Path:
     return folder
 
 
-def read_target(folder: Path, dtype: str = "float32") -> Target:
-    """The target in `folder`, on the CPU; its rope table reaches a little beyond its positions."""
+def read_target(folder: Path, dtype: str = "float32", device: str = "cpu") -> Target:
+    """The target in `folder`; its rope table reaches a little beyond its positions."""
     dims = read_target_dims(folder)
-    return load_target(folder, dims, dtype, torch.device("cpu"), dims.max_positions + 64)
+    return load_target(folder, dims, dtype, torch.device(device), dims.max_positions + 64)
 
 
-def read_drafter(folder: Path, target_folder: Path | None = None, dtype: str = "float32") -> DFlash:
-    """The drafter in `folder`, on the CPU, checked against its target where one is given."""
+def read_drafter(
+    folder: Path, target_folder: Path | None = None, dtype: str = "float32", device: str = "cpu"
+) -> DFlash:
+    """The drafter in `folder`, checked against its target where one is given."""
     dims = read_drafter_dims(folder)
     if target_folder is not None:
         check_pair(read_target_dims(target_folder), dims, None)
-    return load_drafter(folder, dims, dtype, torch.device("cpu"), dims.decoder.max_positions + 64)
+    return load_drafter(folder, dims, dtype, torch.device(device), dims.decoder.max_positions + 64)
 
 
 def edit_config(folder: Path, **changes: object) -> None:
