@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from ddbatch.core import CachePlan, PrefillPlan, ShapePlan
 from ddbatch.engine.plan import (
-    CHUNKS,
     KEY_STEP,
+    MAX_CHUNKS,
     MIN_CHUNKS,
     MIN_KEYS_CUDA,
     Method,
@@ -182,19 +182,17 @@ def test_every_length_has_a_key_count_and_none_looks_at_many_keys_too_many(
             assert len(counts) <= 7
 
 
-def test_prefill_calls_grow_with_the_rows_up_to_a_size() -> None:
-    for device in ("cpu", "cuda"):
-        made = [plan_prefill(rows, device) for rows in range(1, 300)]
-        chunks = [plan.chunks for plan in made]
-        assert chunks == sorted(chunks)
-        assert (chunks[0], chunks[-1]) == (MIN_CHUNKS, CHUNKS)
-        assert all(
-            plan.chunks >= rows or plan.chunks == CHUNKS for rows, plan in enumerate(made, start=1)
-        )
-        assert len({plan.chunk for plan in made}) == 1  # so the rows change no order of summation
+def test_a_gpus_prefill_calls_grow_with_the_rows_up_to_a_size() -> None:
+    most = MAX_CHUNKS["cuda"]
+    made = [plan_prefill(rows, "cuda") for rows in range(1, 300)]
+    chunks = [plan.chunks for plan in made]
+    assert chunks == sorted(chunks)
+    assert (chunks[0], chunks[-1]) == (MIN_CHUNKS, most)
+    assert all(plan.chunks >= min(rows, most) for rows, plan in enumerate(made, start=1))
+    assert len({plan.chunk for plan in made}) == 1  # so the rows change no order of summation
 
 
 def test_only_a_gpus_prefill_calls_are_of_one_size() -> None:
-    assert plan_prefill(1, "cpu") == PrefillPlan(chunks=4, chunk=16, is_fixed=False)
-    assert plan_prefill(7, "cpu") == PrefillPlan(chunks=7, chunk=16, is_fixed=False)
+    assert plan_prefill(1, "cpu") == PrefillPlan(chunks=32, chunk=16, is_fixed=False)
+    assert plan_prefill(7, "cpu") == PrefillPlan(chunks=32, chunk=16, is_fixed=False)
     assert plan_prefill(128, "cuda") == PrefillPlan(chunks=16, chunk=64, is_fixed=True)

@@ -20,10 +20,11 @@ MAX_TOPK = 64
 # counts are powers of two from MIN_KEYS_CUDA on.
 KEY_STEP = 64
 MIN_KEYS_CUDA = 128
-# Prompt tokens in a piece, and pieces in a prefill call. A GPU's calls are of one size, whatever
-# waits: large enough for the matrix units, small where few rows make few tokens between calls.
+# Prompt tokens in a piece, and pieces in a prefill call: large enough for matrix products. A GPU's
+# calls are of one size, whatever waits; few rows make few tokens between calls, so theirs are
+# smaller. A CPU's shrink to what waits.
 CHUNK = {"cpu": 16, "cuda": 64}
-CHUNKS = 16
+MAX_CHUNKS = {"cpu": 32, "cuda": 16}
 MIN_CHUNKS = 4
 
 
@@ -108,8 +109,10 @@ def plan_cache(rows: int, *, max_len: int, page: int | None, device: str) -> Cac
 
 def plan_prefill(rows: int, device: str) -> PrefillPlan:
     """Calls that keep up with `rows` rows."""
-    chunks = max(MIN_CHUNKS, min(CHUNKS, rows))
-    return PrefillPlan(chunks=chunks, chunk=CHUNK[device], is_fixed=device == "cuda")
+    is_fixed, chunks = device == "cuda", MAX_CHUNKS[device]
+    if is_fixed:
+        chunks = max(MIN_CHUNKS, min(chunks, rows))
+    return PrefillPlan(chunks=chunks, chunk=CHUNK[device], is_fixed=is_fixed)
 
 
 def _key_counts(max_len: int, device: str) -> tuple[int, ...]:
