@@ -23,12 +23,13 @@ import ddbatch.engine.engine as engine_module
 import ddbatch.engine.verify as verify_module
 from ddbatch.core import CachePlan, PrefillPlan, Sampling, ShapePlan
 from ddbatch.engine.engine import Engine
+from ddbatch.engine.facts import ChunkFact
 from ddbatch.engine.gate import judge
 from ddbatch.engine.numerics import FLOAT32_GAP
 from ddbatch.engine.prefill import Piece, Placed
 from ddbatch.engine.programs import EagerPrograms
 from ddbatch.engine.sampling import TokenFlags
-from ddbatch.engine.state import ChunkFact, RoundState
+from ddbatch.engine.state import RoundState
 from ddbatch.engine.transfer import Ring, Ticket
 from ddbatch.models import layers as layers_module
 from ddbatch.models.decoder import Target

@@ -16,9 +16,10 @@ from torch import Tensor
 
 from ddbatch.core import Completion, Key, PrefillPlan, Rejected, Sampling, TokenPrompt
 from ddbatch.engine.engine import Engine
+from ddbatch.engine.facts import ChunkFact
 from ddbatch.engine.prefill import Placed, pieces_of
 from ddbatch.engine.programs import EagerPrograms
-from ddbatch.engine.state import ChunkFact, RoundShape, RoundState, cell_of
+from ddbatch.engine.state import RoundShape, RoundState, cell_of
 from ddbatch.models.decoder import Target
 from ddbatch.models.dflash import DFlash
 

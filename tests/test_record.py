@@ -12,16 +12,10 @@ from tiny import load_tiny_pair
 
 from ddbatch.core import Completion, Key, PrefillPlan, RunError, TokenPrompt
 from ddbatch.engine.engine import Engine
+from ddbatch.engine.facts import ERRORS, Error, Fact, Finish
 from ddbatch.engine.programs import Programs
-from ddbatch.engine.record import (
-    ERRORS,
-    Error,
-    RowFacts,
-    check_sum,
-    read_record,
-    tell_round,
-)
-from ddbatch.engine.state import Fact, Finish, RoundShape, RoundState
+from ddbatch.engine.record import RowFacts, check_sum, read_record, tell_round
+from ddbatch.engine.state import RoundShape, RoundState
 from ddbatch.engine.transfer import RING_SIZE, Ring
 from ddbatch.models.decoder import Target
 from ddbatch.models.dflash import DFlash

@@ -7,7 +7,8 @@ num_emitted_B, finish_B. Knows nothing about caches.
 import torch
 from torch import Tensor
 
-from ddbatch.engine.state import Finish, RoundState
+from ddbatch.engine.facts import Finish
+from ddbatch.engine.state import RoundState
 from ddbatch_kernels.accept_tree import accept_tree
 
 

@@ -26,6 +26,7 @@ from ddbatch.core import (
     TokenPrompt,
 )
 from ddbatch.engine.acceptance import AcceptanceTable
+from ddbatch.engine.facts import Finish
 from ddbatch.engine.plan import plan_prefill
 from ddbatch.engine.prefill import (
     Piece,
@@ -39,7 +40,7 @@ from ddbatch.engine.programs import CapturedPrograms, EagerPrograms, GraphPool, 
 from ddbatch.engine.record import RowFacts, read_record
 from ddbatch.engine.sampling import DrawKind, TokenFlags, draw_kind
 from ddbatch.engine.seats import Closing, Homes, Seat, check_generation, closing
-from ddbatch.engine.state import Finish, RoundShape, allocate_state
+from ddbatch.engine.state import RoundShape, allocate_state
 from ddbatch.engine.stop_watch import StopWatch, Watched
 from ddbatch.engine.transfer import Ring, Ticket
 from ddbatch.models.decoder import Target

@@ -19,16 +19,10 @@ from ddbatch.core import RunError, TokenPrompt
 from ddbatch.engine.admit import push_ready
 from ddbatch.engine.choose import choose, tell_logprobs
 from ddbatch.engine.commit import append_context
-from ddbatch.engine.record import CHECK_PRIME, Error, RowFacts, check_sum
+from ddbatch.engine.facts import ChunkFact, Error, Fact, Finish
+from ddbatch.engine.record import CHECK_PRIME, RowFacts, check_sum
 from ddbatch.engine.sampling import TokenFlags, set_slots
-from ddbatch.engine.state import (
-    ChunkFact,
-    Fact,
-    Finish,
-    RoundShape,
-    RoundState,
-    cell_of,
-)
+from ddbatch.engine.state import RoundShape, RoundState, cell_of
 from ddbatch.engine.transfer import upload
 from ddbatch.engine.windows import layer_keys, prefix_keys
 from ddbatch.models.decoder import Target

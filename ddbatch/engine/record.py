@@ -1,6 +1,6 @@
 """What a program tells the host: written on the device at its end, read on the host later.
 
-Columns are state.Fact. The host holds every record against what it knows: a record of another
+Columns are Fact (facts.py). The host holds every record against what it knows: a record of another
 round, of a slot's earlier sequence or of a sequence of another length is a broken engine, and no
 output of it can be trusted. Knows nothing about what the host does with the facts.
 """
@@ -14,27 +14,11 @@ import torch
 from torch import Tensor
 
 from ddbatch.core import RunError, TokenLogprobs
-from ddbatch.engine.state import Fact, Finish, RoundState
+from ddbatch.engine.facts import ERRORS, Error, Fact, Finish
+from ddbatch.engine.state import RoundState
 
 CHECK_PRIME = 1_000_003
 _INT32 = (1 << 31) - 1
-
-
-class Error:
-    """Bits of the error word. What they mean is in ERRORS."""
-
-    TOKEN = 1
-    PARENT = 2
-    EMITTED = 4
-    LENGTH = 8
-
-
-ERRORS = {
-    Error.TOKEN: "a token outside the vocabulary",
-    Error.PARENT: "a tree node before its parent, or not one below it",
-    Error.EMITTED: "a round that emitted no token, or more than a path can hold",
-    Error.LENGTH: "a sequence longer than its pages",
-}
 
 
 def tell_round(state: RoundState, length_B: Tensor, slot_B: Tensor, active_B: Tensor) -> None:

@@ -10,9 +10,9 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from ddbatch.core import CachePlan, Completion, Rejected, RunError, TokenLogprobs, TokenPrompt
+from ddbatch.engine.facts import Finish
 from ddbatch.engine.prefill import Placed
 from ddbatch.engine.record import RowFacts
-from ddbatch.engine.state import Finish
 from ddbatch.engine.stop_watch import Watched, cut
 
 

@@ -15,45 +15,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from enum import IntEnum
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ddbatch.core import CachePlan, PrefillPlan, ShapePlan
+from ddbatch.engine.facts import ChunkFact, Fact
 from ddbatch.engine.sampling import DrawKind, SlotSampling, allocate_slot_sampling
 from ddbatch.models.dims import ModelDims
 from ddbatch.models.layers import Planes
-
-
-class Fact(IntEnum):
-    """Columns of what a program tells of a row or of a piece of a prompt, before its tokens.
-
-    CHECK: of a row the tokens that were committed before the round, of a piece its check_sum.
-    EMITTED: tokens that follow. ACCEPTED: drafted ones among them. DEPTH: the deepest node offered.
-    MAY_END: tokens up to the last that may end a stop string, 0 = none. ERROR: Error bits. Below
-    the rows one more row holds the number of the round or call in its first column.
-    """
-
-    SLOT = 0  # nobody: the row is inert
-    GENERATION = 1
-    CHECK = 2
-    EMITTED = 3
-    ACCEPTED = 4
-    DEPTH = 5
-    FINISH = 6
-    MAY_END = 7
-    ERROR = 8
-
-
-class ChunkFact(IntEnum):
-    """Columns of a piece of a prompt, before its tokens. Padding is nobody's piece of size 0."""
-
-    SLOT = 0
-    START = 1
-    SIZE = 2
-    IS_LAST = 3
 
 
 class RoundShape(NamedTuple):
@@ -62,16 +33,6 @@ class RoundShape(NamedTuple):
 
     num_keys: int
     draw: DrawKind
-
-
-class Finish(IntEnum):
-    """Why a slot stopped; 0 while it is live. CANCELLED: the host asked for it."""
-
-    LIVE = 0
-    STOP = 1
-    LENGTH = 2
-    NAN_LOGITS = 3
-    CANCELLED = 4
 
 
 class Logprobs(NamedTuple):
