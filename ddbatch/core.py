@@ -52,6 +52,11 @@ class RunError(Exception):
     """The run cannot go on: engine, disk or state. Its text is for the user; exit code ENGINE."""
 
 
+class AuditError(RunError):
+    """A finished row is not what the target alone would have said: no row of the run can be
+    trusted."""
+
+
 class Key(NamedTuple):
     """Identity of one output row: position in the input, assistant turn, sample number."""
 

@@ -29,7 +29,7 @@ def test_a_plan_that_dies_is_left_out_by_the_restarted_process(tmp_path: Path) -
     )
     assert ran.returncode == ExitCode.DONE, ran.stderr
     assert "starting again without the plan that was tried" in ran.stderr
-    assert "captured: a process died while it was tried" in ran.stderr
+    assert "captured: left out: a process died, or was killed, while it was tried" in ran.stderr
     assert pq.read_table(out / "completions").num_rows == 24
     died, finished = read_attempts(RunFolder(out))
     assert died.exit_code == ExitCode.ENGINE

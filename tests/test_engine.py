@@ -10,7 +10,7 @@ import torch
 from decoding import decode, make_engine, random_prompts, token_prompts
 from tiny import load_tiny_pair
 
-from ddbatch.core import Completion, PrefillPlan, Rejected, Sampling
+from ddbatch.core import Completion, PrefillPlan, Rejected, RunError, Sampling
 from ddbatch.engine import oracle, oracle_ddtree
 from ddbatch.models.decoder import Target
 from ddbatch.models.dflash import DFlash
@@ -323,3 +323,16 @@ def test_a_drafter_whose_scores_are_no_numbers_changes_no_token(
         make_engine(target, drafter, method=method, budget=budget), random_prompts(LENGTHS, VOCAB)
     )
     assert outputs_of(done) == expected
+
+
+def test_a_sequence_that_the_device_loses_stops_the_run(pair: Pair) -> None:
+    """Its row is inert, so no record tells of it: the engine would wait for ever."""
+    engine = make_engine(*pair, rows=2)
+    engine.fill(iter(token_prompts(random_prompts(LENGTHS[:3], VOCAB), 20)))
+    for _ in range(2):
+        engine.step()
+        assert not list(engine.collect())
+    engine.state.active_B[1] = False
+    engine.state.slot_B[1] = engine.state.nobody
+    with pytest.raises(RunError, match=r"1 sequences are seated .* the device has lost them"):
+        list(engine.run(iter(())))

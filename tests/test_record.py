@@ -54,6 +54,20 @@ def test_a_record_of_another_round_is_refused(pair: Pair) -> None:
     assert "the record of round 2 came where 1 was expected" in said
 
 
+def test_an_end_that_does_not_exist_is_no_mistake_of_the_user(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = started(pair)
+
+    def tell(state: RoundState, *rest: torch.Tensor) -> None:
+        tell_round(state, *rest)
+        state.told.row_BX[0, Fact.FINISH] = 9
+
+    monkeypatch.setattr("ddbatch.engine.round.tell_round", tell)
+    said = fails_after(engine, lambda state: None)
+    assert "engine: round 1, row 0: no such end: 9" in said
+
+
 class Skipping:
     """Programs that are launched and leave everything as it was, as a replay of nothing does."""
 

@@ -41,8 +41,8 @@ class RunFolder:
         return self.place / "README.md"
 
     def state(self, name: str) -> Path:
-        """A folder of the run's state: inputs, commits, attempts, gates, trying, tmp, index,
-        aside or logs."""
+        """A folder of the run's state: inputs, commits, attempts, gates, trying, distrust,
+        tmp, index, aside or logs."""
         return self.place / STATE / name
 
     def records(self, shard: int) -> Path:

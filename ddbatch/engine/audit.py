@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from typing import NamedTuple
 
-from ddbatch.core import Completion, RunError, TokenPrompt
+from ddbatch.core import AuditError, Completion, TokenPrompt
 from ddbatch.engine.numerics import Parting, each_parting
 from ddbatch.models.decoder import Target
 
@@ -50,7 +50,7 @@ class Auditor:
         self.figures = AuditFigures()
 
     def see(self, prompt: TokenPrompt, done: Completion) -> None:
-        """A row has finished. RunError where a token of the audited row is not explained."""
+        """A row has finished. AuditError where a token of the audited row is not explained."""
         assert prompt.key == done.key, (prompt.key, done.key)
         if not self._window:
             return
@@ -62,14 +62,14 @@ class Auditor:
             self.finish()
 
     def finish(self) -> None:
-        """Audit the longest row since the last audit, if there is one; RunError as above."""
+        """Audit the longest row since the last audit, if there is one; AuditError as above."""
         row, self._longest, self._num_seen = self._longest, None, 0
         if row is None:
             return
         started, num_explained = time.monotonic(), 0
         for parting in each_parting(self._target, row.prompt, row.done.token_ids):
             if not parting.slack <= self._gap:
-                raise RunError(_text(row.done, parting, self._gap))
+                raise AuditError(_text(row.done, parting, self._gap))
             num_explained += 1
         rows, tokens, explained, seconds = self.figures
         self.figures = AuditFigures(

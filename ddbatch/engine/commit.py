@@ -42,7 +42,7 @@ def commit(drafter: DFlash | None, state: RoundState) -> None:
     # Inert rows share nobody's slot and leave zeros there.
     state.length_S[slot_B] = length_B + count_B
     state.num_out_S[slot_B] = num_out_B + count_B
-    last_B1 = (count_B - 1).clamp(min=0)[:, None]
+    last_B1 = (count_B - 1).clamp(0, K - 1)[:, None]  # a wrong count is told, and not a fault
     anchor_B = state.emitted_BK.gather(1, last_B1).squeeze(1)
     state.anchor_S[slot_B] = torch.where(state.active_B, anchor_B, 0)
     state.active_B &= state.finish_B == 0

@@ -39,7 +39,7 @@ from ddbatch.engine.prefill import (
 from ddbatch.engine.programs import CapturedPrograms, EagerPrograms, GraphPool, Programs
 from ddbatch.engine.record import RowFacts, read_record
 from ddbatch.engine.sampling import DrawKind, TokenFlags, draw_kind
-from ddbatch.engine.seats import Closing, Homes, Seat, check_generation, closing
+from ddbatch.engine.seats import Closing, Homes, IdleWatch, Seat, check_generation, closing
 from ddbatch.engine.state import RoundShape, allocate_state
 from ddbatch.engine.stop_watch import StopWatch, Watched
 from ddbatch.engine.transfer import Ring, Ticket
@@ -132,7 +132,7 @@ class Engine:
         self._pending: deque[_Pending] = deque()
         self._call_ring = Ring(self.state.chunk_told.tensors())
         self._round_ring = Ring(self.state.told.tensors())
-        self._num_calls = 0
+        self._num_calls, self._idle = 0, IdleWatch()
 
     def run(self, prompts: Iterator[TokenPrompt]) -> Iterator[Completion | Rejected]:
         """Decode all prompts; each becomes one Completion, or a Rejected with code nan_logits.
@@ -256,6 +256,8 @@ class Engine:
         if pending.pieces is not None:
             check_pieces(pending.pieces, facts)
             facts = [item for item in facts if pending.pieces[item.row].is_last]
+        if is_round:
+            self._idle.see(bool(facts), self._num_loaded)
         sound: list[tuple[int, int, int, int]] = []
         for item in facts:
             seat = check_generation(self._seats.get(item.slot), item)

@@ -120,6 +120,8 @@ def read_record(copies: Sequence[Tensor], number: int, nobody: int, what: str) -
                 f"engine: {what} {number}, row {row}, slot {line[Fact.SLOT]}: {', '.join(bad)}; "
                 "nothing of this round can be trusted"
             )
+        if line[Fact.FINISH] not in iter(Finish):
+            raise RunError(f"engine: {what} {number}, row {row}: no such end: {line[Fact.FINISH]}")
         count = line[Fact.EMITTED]
         found.append(
             RowFacts(

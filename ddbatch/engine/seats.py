@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ddbatch.core import CachePlan, Completion, Rejected, RunError, TokenLogprobs, TokenPrompt
@@ -14,6 +15,9 @@ from ddbatch.engine.facts import Finish
 from ddbatch.engine.prefill import Placed
 from ddbatch.engine.record import RowFacts
 from ddbatch.engine.stop_watch import Watched, cut
+
+# The first rounds after a prefill call may be without a live row: the host reads late.
+MAX_IDLE_ROUNDS = 4
 
 
 class Homes:
@@ -62,7 +66,7 @@ class Seat:
     token_ids: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
     depth: list[int] = field(default_factory=list)
-    logprobs: TokenLogprobs | None = None
+    told: list[TokenLogprobs] = field(default_factory=list)  # by round
     may_end: int = 0
     is_loaded: bool = False
     is_cancelled: bool = False
@@ -84,10 +88,7 @@ class Seat:
             self.may_end = len(self.token_ids) + facts.may_end
         self.token_ids += facts.token_ids
         if facts.logprobs is not None:
-            own, new = self.logprobs or TokenLogprobs([], [], []), facts.logprobs
-            self.logprobs = TokenLogprobs(
-                [*own.token, *new.token], [*own.top_ids, *new.top_ids], [*own.top, *new.top]
-            )
+            self.told.append(facts.logprobs)
 
     def take_round(self, facts: RowFacts) -> None:
         """Append a round. RunError where the device has the sequence at another place."""
@@ -100,6 +101,22 @@ class Seat:
         if facts.finish is not Finish.CANCELLED:
             self.accepted.append(facts.accepted)
             self.depth.append(facts.depth)
+
+
+class IdleWatch:
+    """Counts rounds without a live row while sequences are seated: then nothing would ever end."""
+
+    def __init__(self) -> None:
+        self._num_rounds = 0
+
+    def see(self, has_live: bool, num_seated: int) -> None:
+        """A round has been read; RunError where rows stand still."""
+        self._num_rounds = 0 if has_live or not num_seated else self._num_rounds + 1
+        if self._num_rounds > MAX_IDLE_ROUNDS:
+            raise RunError(
+                f"engine: {num_seated} sequences are seated and {self._num_rounds} rounds had no "
+                "live row: the device has lost them"
+            )
 
 
 def check_generation(seat: Seat | None, facts: RowFacts) -> Seat:
@@ -153,6 +170,16 @@ def closing(seat: Seat, finish: Finish, drafted: int) -> Closing:
         drafted=drafted,
         seconds=time.monotonic() - seat.started,
         slot=seat.placed.slot,
-        logprobs=seat.logprobs,
+        logprobs=_joined(seat.told),
     )
     return Closing(done, finish is Finish.NAN_LOGITS, seat.watched)
+
+
+def _joined(told: Sequence[TokenLogprobs]) -> TokenLogprobs | None:
+    if not told:
+        return None
+    return TokenLogprobs(
+        [item for part in told for item in part.token],
+        [item for part in told for item in part.top_ids],
+        [item for part in told for item in part.top],
+    )

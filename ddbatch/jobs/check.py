@@ -13,6 +13,7 @@ from ddbatch.config import Config
 from ddbatch.core import ExitCode, RunError
 from ddbatch.data.checking.parts import check_claims, check_names, check_part, final_files
 from ddbatch.data.commits import recover, shards_with_records
+from ddbatch.data.distrust import refuse_distrusted
 from ddbatch.data.manifest import read_manifest
 from ddbatch.data.records import Record
 from ddbatch.data.source.log import InputLog, read_log
@@ -28,6 +29,7 @@ def run(config: Config) -> int:
     """
     started = time.monotonic()
     folder = existing_run(config.output_dir)
+    refuse_distrusted(folder)
     manifest = read_manifest(folder)
     # The run may go on: what is read first is named by what is read later.
     try:

@@ -16,12 +16,13 @@ from typing import cast
 
 from ddbatch.checks import check_built
 from ddbatch.config import Config
-from ddbatch.core import ExitCode, RunError, Shard
+from ddbatch.core import AuditError, ExitCode, RunError, Shard
 from ddbatch.data.attempts import new_attempt, start_attempt
 from ddbatch.data.batching.encoder import OnLong
 from ddbatch.data.batching.stop_strings import StopStrings
 from ddbatch.data.batching.turns import Turns
 from ddbatch.data.commits import recover
+from ddbatch.data.distrust import refuse_distrusted
 from ddbatch.data.folder import RunFolder, check_hard_links
 from ddbatch.data.manifest import Manifest, create_card, create_manifest
 from ddbatch.data.reload_mark import renew_mark
@@ -38,13 +39,19 @@ from ddbatch.jobs.generating import closing, opening
 from ddbatch.jobs.generating.decoder import Decoder, Pair
 from ddbatch.jobs.generating.ending import end_notes, verdict
 from ddbatch.jobs.generating.feed import Feed
-from ddbatch.jobs.generating.noting import about_attempt, note_changes, note_end, sweep
+from ddbatch.jobs.generating.noting import (
+    about_attempt,
+    note_changes,
+    note_distrust,
+    note_end,
+    sweep,
+)
 from ddbatch.jobs.generating.opening import Setting
 from ddbatch.jobs.generating.progress import Progress
 from ddbatch.jobs.generating.sampling_options import check_stops, escape_note, run_sampling
 from ddbatch.jobs.generating.summary import done_text, left_text, print_summary
 from ddbatch.jobs.generating.tally import Tally
-from ddbatch.jobs.generating.trials import Trials, is_cuda_fault
+from ddbatch.jobs.generating.trials import Trials, failure_of_device
 from ddbatch.jobs.generating.units import Limits
 from ddbatch.jobs.generating.worker import Worker, units_done
 from ddbatch.jobs.reading import check_model_folder
@@ -79,6 +86,7 @@ def generate(config: Config, open_pair: OpenPair) -> int:
     note = escape_note(config)
     if note is not None:
         say(f"note: {note}")
+    refuse_distrusted(folder)
     start = _look(config, open_pair, folder, manifest)
     attempt, decoder = new_attempt(), None
     trials = Trials(folder, attempt)
@@ -112,13 +120,16 @@ def generate(config: Config, open_pair: OpenPair) -> int:
         )
     except RunError as failure:
         code, reason = ExitCode.ENGINE, str(failure)
+        if isinstance(failure, AuditError):
+            note_distrust(folder, attempt, reason)
         raise
     except BaseException as error:
         reason = f"{type(error).__name__}: {error}"
-        if not is_cuda_fault(error):
+        what = failure_of_device(error)
+        if what is None:
             raise
         code = ExitCode.ENGINE
-        raise RunError(f"the device failed: {str(error).splitlines()[0]}") from error
+        raise RunError(f"{what}: {str(error).splitlines()[0]}") from error
     finally:
         note_end(folder, attempt, code, reason)
         trials.restart(reason)

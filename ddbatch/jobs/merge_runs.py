@@ -13,6 +13,7 @@ import pyarrow as pa
 
 from ddbatch.config import Config
 from ddbatch.data.commits import recover, shards_with_records
+from ddbatch.data.distrust import refuse_distrusted
 from ddbatch.data.export.parts import Part, describe_part
 from ddbatch.data.folder import RunFolder
 from ddbatch.data.manifest import Manifest, read_manifest
@@ -69,6 +70,7 @@ def open_runs(config: Config, tables: Sequence[str]) -> tuple[Run, ...]:
 
 
 def _open(number: int, option: str, folder: RunFolder, tables: Sequence[str]) -> Run:
+    refuse_distrusted(folder)
     manifest, log = read_manifest(folder), read_log(folder)
     parts: list[Part] = []
     units = 0

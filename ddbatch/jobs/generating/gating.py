@@ -48,13 +48,13 @@ def choose_engine(
     for arm in arms:
         name = json.dumps({**about, **asdict(arm)}, sort_keys=True)
         if name in excluded:
-            reason = "a process died while it was tried"
+            reason = "left out: a process died, or was killed, while it was tried"
         else:
             known = trials.verdict(name)
-            if known is not None and known["is_sound"]:
+            if known is not None and known.get("is_sound"):
                 return build(arm)
             if known is not None:
-                reason = str(known["reason"])
+                reason = str(known.get("reason"))
             else:
                 with trials.trying(name):
                     engine = build(arm)

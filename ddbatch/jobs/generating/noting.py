@@ -14,6 +14,7 @@ from ddbatch.config import Config
 from ddbatch.core import RunError
 from ddbatch.data.attempts import end_attempt, read_attempts
 from ddbatch.data.commits import clean_tmp
+from ddbatch.data.distrust import mark_distrust
 from ddbatch.data.fingerprint import hash_weights
 from ddbatch.data.folder import RunFolder
 from ddbatch.jobs.generating.decoder import Pair
@@ -59,6 +60,14 @@ def sweep(folder: RunFolder) -> None:
         clean_tmp(folder, {attempt.name for attempt in read_attempts(folder) if attempt.is_over})
     except (OSError, RunError) as error:
         say(f"note: tmp folders are not swept: {error}")
+
+
+def note_distrust(folder: RunFolder, attempt: str, reason: str) -> None:
+    """Have later starts refuse the run; best effort, the error itself is told in any case."""
+    try:
+        mark_distrust(folder, attempt, reason)
+    except OSError as error:
+        say(f"note: that the audit failed is not noted in the folder: {error}")
 
 
 def note_end(folder: RunFolder, attempt: str, code: int, reason: str) -> None:

@@ -6,7 +6,6 @@ Knows nothing about options' names, text, files of prompts or parts.
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
@@ -30,7 +29,7 @@ from ddbatch.engine.programs import GraphPool
 from ddbatch.engine.sampling import DrawKind
 from ddbatch.jobs.generating.decoder import DecoderFigures
 from ddbatch.jobs.generating.gating import Arm, choose_engine
-from ddbatch.jobs.generating.trials import Trials
+from ddbatch.jobs.generating.trials import Trials, is_out_of_memory
 from ddbatch.jobs.show import plural, say
 from ddbatch.models.decoder import Target
 from ddbatch.models.dflash import DFlash
@@ -105,12 +104,13 @@ class EngineDecoder:
         """Replace the empty state by a larger one; the weights stay."""
         assert not self.is_busy
         started = time.monotonic()
+        self._warn()
         self._past = self._stats()
         self._engine = None  # its memory first
         try:
             self._engine = self._new_engine(max_len)
-        except RuntimeError as error:  # a CPU's has no class of its own
-            if not re.search("allocate memory|out of memory", str(error)):
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
                 raise
             raise RunError(
                 f"engine.rows={self._plan.rows}: no memory for so many rows with room for "

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -106,7 +107,8 @@ class Trials:
         """
         if self._killer is None or self._is_restarted:
             return
-        (self._folder.state("trying") / f"{self._attempt}.json").unlink(missing_ok=True)
+        with suppress(OSError):  # the name goes to the successor in any case
+            (self._folder.state("trying") / f"{self._attempt}.json").unlink()
         say(f"ddbatch: {one_line(reason, 300)}; starting again without the plan that was tried")
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError, ValueError, AttributeError):  # closed, or not there
@@ -131,6 +133,20 @@ class Trials:
             yield
         except OSError as error:
             raise RunError(f"output_dir={self._folder.place}: {error}") from error
+
+
+def failure_of_device(error: BaseException) -> str | None:
+    """What a device did, where that is what an error says: no bug of ours."""
+    if is_cuda_fault(error):
+        return "the device failed"
+    return "no memory, choose fewer engine.rows" if is_out_of_memory(error) else None
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a device, or the machine, has no more memory; a CPU's error has no class of its
+    own."""
+    is_told = re.search("allocate memory|out of memory", str(error)) is not None
+    return isinstance(error, RuntimeError) and is_told
 
 
 def is_cuda_fault(error: BaseException | None) -> bool:
