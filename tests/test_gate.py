@@ -130,7 +130,7 @@ def test_canaries_that_do_not_end_are_a_fault(
     monkeypatch.setattr("ddbatch.engine.round.admit", lambda state: None)
     reason = judge(engine, sampling=[], gap=FLOAT32_GAP).reason
     assert reason.startswith("record: ")
-    assert "did not end the canaries" in reason
+    assert "had no live row: the device has lost them" in reason
 
 
 class Wrong:
