@@ -26,6 +26,11 @@ from hypothesis import settings
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"
 
+# Without a GPU the kernels' tests interpret them; Triton asks when it is imported.
+KERNEL_DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+if KERNEL_DEVICE == "cpu":
+    os.environ["TRITON_INTERPRET"] = "1"
+
 # The same examples each time: a test that fails for one person fails for all. No deadline: how long
 # an example takes says more about what else the machine does.
 settings.register_profile("ddbatch", derandomize=True, deadline=None)
@@ -39,6 +44,12 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
     """Files and tests named one by one run in this process, where -s shows and nothing starts
     first; None: a folder runs on all cores."""
     return None if any(Path(name).is_dir() for name in config.args) else 0
+
+
+@pytest.fixture
+def kernel_device() -> str:
+    """Where kernels are tested: natively on a GPU, else interpreted on the CPU."""
+    return KERNEL_DEVICE
 
 
 class RealPair(NamedTuple):

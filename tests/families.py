@@ -17,7 +17,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ddbatch.models.decoder import Target, TargetOutput
 from ddbatch.models.families import read_target_dims
-from ddbatch.models.layers import LayerKeys, Planes, VisibleKeys
+from ddbatch.models.layers import LayerKeys, Planes
+from ddbatch_kernels.ancestors import pack_ancestors
+from ddbatch_kernels.attention import RowKeys
 
 TOLERANCE = 1e-4  # largest difference of scores, relative to the largest score
 
@@ -174,36 +176,44 @@ class Runner:
         tap_layers: tuple[int, ...] = (),
     ) -> TargetOutput:
         """All rows at once; a query sees its row's committed keys and those of is_visible_BQQ."""
-        (B, Q), num_keys = token_BQ.shape, int(self.length_B.max())
+        B, Q = token_BQ.shape
         cell_BQ = self.scratch_cell + torch.arange(B * Q).view(B, Q)
-        exists_BS = torch.arange(num_keys) < self.length_B[:, None]
-        addr_BS = torch.where(exists_BS, self.addr_BS[:, :num_keys], self.null_cell)
-        keys = self.keys(
-            torch.cat((addr_BS, cell_BQ), dim=1),
-            torch.cat((exists_BS[:, None].expand(-1, Q, -1), is_visible_BQQ), dim=2),
-            pos_BQ,
-            torch.cat((torch.arange(num_keys).expand(B, -1), pos_BQ), dim=1),
-        )
+        stop_BQ = self.length_B[:, None].expand(B, Q)
+        keys = self.keys(torch.arange(B), pos_BQ, stop_BQ, is_visible_BQQ)
         out: TargetOutput = self.model(
             token_BQ.flatten(), pos_BQ.flatten(), self.cache, cell_BQ.flatten(), keys, tap_layers
         )
         return out
 
     def keys(
-        self, addr_BZ: Tensor, is_visible_BQZ: Tensor, pos_BQ: Tensor, pos_BZ: Tensor
+        self, row_B: Tensor, pos_BQ: Tensor, stop_BQ: Tensor, is_visible_BQQ: Tensor | None
     ) -> LayerKeys:
-        """A sliding layer's query at p sees keys at p - window + 1..p, wherever they stand."""
-        is_near = torch.ones_like(is_visible_BQZ)
-        for row, positions in enumerate(pos_BQ.tolist()):
-            for query, here in enumerate(positions):
-                for key, there in enumerate(pos_BZ[row].tolist()):
-                    is_near[row, query, key] = here - (self.model.dims.window or 0) < there <= here
-        zeros = torch.zeros(is_near.shape, dtype=self.cache.k_LXGE.dtype)
-        full, sliding = (
-            VisibleKeys(addr_BZ, zeros.masked_fill(~mask, -torch.inf))
-            for mask in (is_visible_BQZ, is_visible_BQZ & is_near)
-        )
-        return LayerKeys(full, sliding)
+        """A sliding layer's query at p sees keys at p - window + 1..p, wherever they stand.
+        is_visible_BQQ: of the forward's own tokens in scratch."""
+        window = self.model.dims.window or 0
+
+        def made(first_BQ: Tensor | None, is_own_BQQ: Tensor | None) -> RowKeys:
+            return RowKeys(
+                self.addr_BS,
+                row_B,
+                1,
+                int(stop_BQ.max()),
+                first_BQ,
+                stop_BQ,
+                None if is_own_BQQ is None else pack_ancestors(is_own_BQQ),
+                self.scratch_cell,
+                self.null_cell,
+            )
+
+        is_near = None
+        if is_visible_BQQ is not None:
+            is_near = is_visible_BQQ.clone()
+            for row, positions in enumerate(pos_BQ.tolist()):
+                for query, here in enumerate(positions):
+                    for key, there in enumerate(positions):
+                        is_near[row, query, key] &= here - window < there <= here
+        first_BQ = torch.tensor([[max(0, p - window + 1) for p in row] for row in pos_BQ.tolist()])
+        return LayerKeys(made(None, is_visible_BQQ), made(first_BQ, is_near))
 
     def commit(self, row: int, tokens: list[int]) -> None:
         """Append scratch entries (flat token numbers of the last forward) to a row's cells."""
@@ -226,23 +236,20 @@ class Runner:
     def shared_call(self, pieces_of_rows: list[tuple[int, list[int]]]) -> list[Tensor]:
         """Scores [T, V] of pieces of prompts, each behind what its row has so far, in one call that
         writes their keys to the rows' own cells, as the engine's prefill does. Places beyond a
-        short piece write into trash and see one key."""
+        short piece write into trash and see nothing."""
         width = max(len(ids) for _, ids in pieces_of_rows)
-        num_keys = int(self.length_B.max()) + sum(len(ids) for _, ids in pieces_of_rows)
-        token, pos, cell, addr, visible = [], [], [], [], []
+        token, pos, stop, cell = [], [], [], []
         for row, ids in pieces_of_rows:
             start, padding = int(self.length_B[row]), [0] * (width - len(ids))
             end = start + len(ids)
-            own = self.addr_BS[row].tolist()
             token.append(ids + padding)
             pos.append([*range(start, end), *padding])
-            cell.append(own[start:end] + [self.trash_cell] * len(padding))
-            addr.append(own[:end] + [self.null_cell] * (num_keys - end))
-            visible.append([[key <= here for key in range(num_keys)] for here in pos[-1]])
+            stop.append([*range(start + 1, end + 1), *padding])
+            cell.append(self.addr_BS[row, start:end].tolist() + [self.trash_cell] * len(padding))
             self.length_B[row] = end
-        pos_RQ, addr_RS = torch.tensor(pos), torch.tensor(addr)
-        pos_RS = torch.arange(num_keys).expand(len(addr), -1)
-        keys = self.keys(addr_RS, torch.tensor(visible), pos_RQ, pos_RS)
+        pos_RQ = torch.tensor(pos)
+        row_R = torch.tensor([row for row, _ in pieces_of_rows])
+        keys = self.keys(row_R, pos_RQ, torch.tensor(stop), None)
         out = self.model(
             torch.tensor(token).flatten(),
             pos_RQ.flatten(),

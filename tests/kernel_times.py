@@ -22,29 +22,21 @@ from ddbatch.engine.engine import Engine
 from ddbatch.engine.programs import GraphPool
 from ddbatch.engine.state import RoundShape
 
-STAGES = ("admit", "draft", "build", "verify", "accept", "commit", "tell_round")
+STAGES = ("admit", "draft", "build", "verify", "accept", "commit")
 # What a kernel is for: the innermost of these functions that launched it, ...
 PLACES = {
-    "ddbatch.models.decoder.apply_rope": "rope",
-    "ddbatch.models.decoder.write_keys": "write of keys",
-    "ddbatch.models.dflash.write_keys": "write of keys",
+    "ddbatch.models.decoder.project_heads": "matmul",
+    "ddbatch.models.decoder.linear_add": "matmul",
+    "ddbatch.models.decoder.gated_linear": "matmul",
+    "ddbatch.models.layers.attention": "attention",
     "ddbatch.models.decoder.linear_float32": "head",
-    "ddbatch.engine.verify.row_keys": "addresses and masks",
-    "ddbatch.engine.draft.row_keys": "addresses and masks",
+    "ddbatch.engine.verify.row_keys": "addresses",
+    "ddbatch.engine.draft.row_keys": "addresses",
     "ddbatch.engine.verify.choose": "draw",
     "ddbatch.engine.draft.top_candidates": "candidates",
 }
 # ... else the first of these that is part of the name of an op around it.
-OPS = {
-    "scaled_dot_product": "attention",
-    "rms_norm": "norms",
-    "aten::linear": "matmul",
-    "index_select": "gather of keys",
-    "aten::copy_": "casts and copies",
-    "aten::silu": "activation and sums",
-    "aten::mul": "activation and sums",
-    "aten::add": "activation and sums",
-}
+OPS = {"rms_norm": "norms", "aten::linear": "matmul", "aten::copy_": "casts and copies"}
 
 
 class Rates(NamedTuple):

@@ -5,7 +5,8 @@
 PROMPTS has one {"token_ids": [...]} a line; they are repeated up to --num-prompts. All arms of a
 number of rows share a process; each has one engine, which is warmed by a pass, and then timed
 passes of the arms take turns. A line gives the median of an arm's passes and their spread. Time is
-the whole of Engine.run: prefill, rounds, drain and the collection of results. --transformers adds
+the whole of Engine.run: prefill, rounds, drain and the collection of results. With --calls a call
+has as many prompts as rows, and the next one waits for its last token. --transformers adds
 `generate` of Hugging Face transformers on the same target, in full batches of as many rows.
 """
 
@@ -104,7 +105,7 @@ def main() -> None:
     )
     lines: list[Line] = []
     for rows in args.rows:
-        count = args.num_prompts or max(8, 4 * rows)
+        count = args.num_prompts or max(8, rows if args.calls else 4 * rows)
         work = [
             TokenPrompt(
                 Key(place, 0, 0),
@@ -139,7 +140,7 @@ def measure_rows(
     plain: list[Pass] = []
     for repeat in range(args.repeats + 1):  # the first one warms up
         for engine, results in zip(engines, passes, strict=True):
-            result = run_engine(engine, work)
+            result = run_engine(engine, work, rows if args.calls else len(work))
             results += [result] if repeat else []
         if model is not None:
             result = run_transformers(model, few, rows)
@@ -151,17 +152,23 @@ def measure_rows(
     return lines + ([Line("transformers", rows, plain, None)] if plain else [])
 
 
-def run_engine(engine: Engine, work: Sequence[TokenPrompt]) -> Pass:
-    """One pass; its results are read back, so the device is done when the clock stops."""
+def run_engine(engine: Engine, work: Sequence[TokenPrompt], call: int) -> Pass:
+    """One pass, `call` prompts at a time; its results are read back, so the device is done when the
+    clock stops."""
     before = replace(engine.stats)
     at_last: list[EngineStats] = []
 
-    def prompts() -> Iterator[TokenPrompt]:
-        yield from work
+    def prompts(first: int) -> Iterator[TokenPrompt]:
+        yield from work[first : first + call]
         at_last.append(replace(engine.stats))  # a slot is free, and no prompt is left for it
 
     started = time.perf_counter()
-    done = [item for item in engine.run(prompts()) if isinstance(item, Completion)]
+    done = [
+        item
+        for first in range(0, len(work), call)
+        for item in engine.run(prompts(first))
+        if isinstance(item, Completion)
+    ]
     seconds = time.perf_counter() - started
     assert len(done) == len(work), (len(done), len(work))
     done.sort(key=lambda completion: completion.key)
@@ -291,6 +298,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--max-new-tokens", type=int, default=96)
     parser.add_argument("--stop", type=int, nargs="*", default=[2], help="none: to the cap")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--calls", action="store_true", help="as many prompts a call as rows")
     parser.add_argument("--transformers", action="store_true", help="add its generate")
     parser.add_argument("--transformers-batches", type=int, default=2, help="a pass")
     return parser.parse_args()

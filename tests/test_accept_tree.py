@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from trees import tree_of_ranks
 
-from ddbatch_kernels.accept_tree import accept_tree
-from ddbatch_kernels.build_tree import build_tree
+from ddbatch_kernels.accept_tree import accepted_path
 
 
 def walk(token: list[int], parent: list[int], choice: list[int]) -> tuple[list[int], list[int]]:
@@ -37,15 +37,15 @@ def test_accepted_path_is_the_walk(
     generator = torch.Generator().manual_seed(seed)
     budget = min(budget, sum(topk**d for d in range(1, depth + 1)))
     edge = -torch.rand(3, depth, 1, topk, generator=generator).cumsum(dim=-1)
-    nodes = build_tree(edge, budget)
+    nodes = tree_of_ranks(edge, budget)
     # Tokens of a depth are distinct per rank, and differ between depths.
-    token = nodes.depth_BN * 10 + nodes.rank_BN
+    token = nodes.depth_BN * 10 + nodes.token_BN
     choice = torch.randint(100, 200, token.shape, generator=generator)
     for row, parents in enumerate(nodes.parent_BN.tolist()):
         for node, parent in enumerate(parents):
             if parent >= 0 and float(torch.rand((), generator=generator)) < luck:
                 choice[row, parent] = token[row, node]
-    found = accept_tree(
+    found = accepted_path(
         token, nodes.parent_BN, nodes.depth_BN, nodes.ancestor_BNW, choice, max_depth=depth
     )
     for row in range(3):
@@ -64,14 +64,14 @@ def test_a_match_below_a_missed_parent_is_not_accepted() -> None:
     depth = torch.tensor([[0, 1, 2]])
     ancestors = torch.tensor([[[1], [3], [7]]], dtype=torch.int32)
     choice = torch.tensor([[5, 2, 7]])  # the root wants 5, not node 1; node 1 would want node 2
-    found = accept_tree(token, parent, depth, ancestors, choice, max_depth=2)
+    found = accepted_path(token, parent, depth, ancestors, choice, max_depth=2)
     assert found.num_accepted_B.tolist() == [0]
     assert found.emitted_BK.tolist() == [[5, 0, 0]]
 
 
 def test_plain_decoding_is_the_tree_of_one_node() -> None:
     one = torch.zeros(2, 1, dtype=torch.long)
-    found = accept_tree(
+    found = accepted_path(
         one, one - 1, one, torch.ones(2, 1, 1, dtype=torch.int32), one + 7, max_depth=0
     )
     assert found.path_BK.tolist() == [[0], [0]]

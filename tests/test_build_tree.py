@@ -7,10 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from trees import tree_of_ranks
 
 from ddbatch.engine.oracle_ddtree import best_first
 from ddbatch_kernels.ancestors import pack_ancestors, unpack_ancestors
-from ddbatch_kernels.build_tree import build_tree, tree_capacity
+from ddbatch_kernels.build_tree import tree_capacity
 from ddbatch_kernels.top_candidates import top_candidates
 
 KINDS = ("normal", "bf16", "three_valued", "equal", "one_hot", "peaked")
@@ -47,10 +48,11 @@ def heap_nodes(edge_DRM: Tensor, budget: int) -> list[tuple[int, int, int]]:
 
 
 def assert_tree_is_the_heaps(edge_BDRM: Tensor, budget: int) -> None:
-    nodes = build_tree(edge_BDRM, budget)
+    nodes = tree_of_ranks(edge_BDRM, budget)
+    assert nodes.token_BN[:, 0].tolist() == list(range(len(edge_BDRM)))
     assert nodes.parent_BN[:, 0].eq(-1).all()
     assert nodes.depth_BN[:, 0].eq(0).all()
-    columns = (nodes.parent_BN, nodes.depth_BN, nodes.rank_BN)
+    columns = (nodes.parent_BN, nodes.depth_BN, nodes.token_BN)
     for row, edge_DRM in enumerate(edge_BDRM):
         built = list(zip(*(column[row, 1:].tolist() for column in columns), strict=True))
         assert built == heap_nodes(edge_DRM, budget), (row, budget, edge_BDRM.shape)
@@ -114,8 +116,13 @@ def test_impossible_candidates_are_still_ordered() -> None:
 
 
 def test_one_candidate_a_position_gives_the_chain() -> None:
-    nodes = build_tree(-torch.rand(2, 5, 1, 1), 5)
+    nodes = tree_of_ranks(-torch.rand(2, 5, 1, 1), 5)
     assert nodes.parent_BN.tolist() == [[-1, 0, 1, 2, 3, 4]] * 2
+
+
+def test_no_drafts_give_the_root_alone() -> None:
+    nodes = tree_of_ranks(torch.zeros(2, 0, 1, 0), 0)
+    assert [column.tolist() for column in nodes] == [[[0], [1]], [[-1]] * 2, [[0]] * 2, [[[1]]] * 2]
 
 
 @pytest.mark.parametrize(

@@ -164,7 +164,7 @@ def test_what_the_host_reads_lies_outside_the_graphs_memory(pair: Pair) -> None:
     engine = make_engine(*pair, rows=3, max_len=384)
     run_all(engine, token_prompts(random_prompts(skewed(20), VOCAB), 20))
     assert isinstance(engine.programs, CapturedPrograms)
-    assert engine.programs.num_graphs >= 3
+    assert engine.programs.num_graphs >= 2
     pooled = [
         range(segment["address"], segment["address"] + segment["total_size"])
         for segment in torch.cuda.memory_snapshot()

@@ -23,7 +23,9 @@ from ddbatch.engine.plan import plan_cache, plan_prefill, plan_shapes
 from ddbatch.engine.state import RoundState, allocate_state, cell_of
 from ddbatch.models.decoder import Target
 from ddbatch.models.dflash import DFlash
-from ddbatch.models.layers import LayerKeys, Planes, VisibleKeys
+from ddbatch.models.layers import LayerKeys, Planes
+from ddbatch_kernels.ancestors import pack_ancestors
+from ddbatch_kernels.attention import RowKeys
 
 TOLERANCE = 1e-5  # largest difference, relative to the largest value
 MIXES = {
@@ -182,29 +184,48 @@ def run_blocks(trio: Trio, contexts: list[Planes], anchors: list[int]) -> Tensor
     shape = (num_layers, null_cell + 1 + num_own, *sizes)
     cache = Planes(torch.full(shape, torch.nan), torch.full(shape, torch.nan))
     cell_BK = torch.arange(null_cell + 1, null_cell + 1 + num_own).view(rows, block)
-    exists_BS = torch.arange(num_keys) < lengths[:, None]
     for row, context in enumerate(contexts):
         for plane, new in zip(cache, context, strict=True):
             plane[:, addr_BS[row, : lengths[row]]] = new
             plane[:, null_cell] = 0
-    addr_BS[~exists_BS] = null_cell
-    addr_BZ = torch.cat((addr_BS, cell_BK), dim=1)
+    addr_BS[torch.arange(num_keys) >= lengths[:, None]] = null_cell
     pos_BK = lengths[:, None] + torch.arange(block)
-    is_full = torch.cat((exists_BS, torch.ones(rows, block, dtype=torch.bool)), dim=1)
-    pos_BZ = torch.cat((torch.arange(num_keys).expand(rows, -1), pos_BK), dim=1)
-    distance = pos_BK[:, :, None] - pos_BZ[:, None]
     window = max((w for w in drafter.dims.decoder.windows if w is not None), default=0)
-    is_full = is_full[:, None].expand_as(distance)
-    is_sliding = is_full & (distance >= 0) & (distance < window)
+    distance = pos_BK[:, :, None] - pos_BK[:, None]
+    is_near = (distance >= 0) & (distance < window)
+    stop_BK = lengths[:, None].expand(rows, block)
     full, sliding = (
-        VisibleKeys(addr_BZ, torch.zeros(mask.shape).masked_fill(~mask, -torch.inf))
-        for mask in (is_full, is_sliding)
+        RowKeys(
+            addr_BS,
+            torch.arange(rows),
+            1,
+            num_keys,
+            first_BK,
+            stop_BK,
+            pack_ancestors(is_own),
+            null_cell + 1,
+            null_cell,
+        )
+        for first_BK, is_own in (
+            (None, torch.ones_like(is_near)),
+            ((pos_BK - window + 1).clamp(min=0), is_near),
+        )
     )
     token_BK = torch.tensor([trio.block(anchor) for anchor in anchors])
-    x_TD = trio.target.embed[token_BK.flatten()]
     keys = LayerKeys(full, sliding)
-    hidden_TD = drafter(x_TD, pos_BK.flatten(), cache, cell_BK.flatten(), keys)
+    embed = trio.target.embed
+    hidden_TD = drafter(token_BK.flatten(), embed, pos_BK.flatten(), cache, cell_BK.flatten(), keys)
     return hidden_TD.unflatten(0, (rows, block))
+
+
+@torch.inference_mode()
+def context(drafter: DFlash, feature_TC: Tensor, pos_T: Tensor) -> Planes:
+    """Context keys and values [L, T, G, E]."""
+    dims, cell_T = drafter.dims.decoder, torch.arange(len(pos_T))
+    shape = (dims.layers, len(pos_T), dims.kv_heads, dims.head_width)
+    made = Planes(*(torch.full(shape, torch.nan, dtype=feature_TC.dtype) for _ in range(2)))
+    drafter.append_context(feature_TC, pos_T, made, cell_T)
+    return made
 
 
 @torch.inference_mode()
@@ -213,7 +234,7 @@ def context_of(trio: Trio, feature_SC: Tensor, sizes: list[int]) -> Planes:
     assert sum(sizes) == len(feature_SC)
     starts = [sum(sizes[:number]) for number in range(len(sizes))]
     made = [
-        trio.drafter.context(feature_SC[start : start + size], torch.arange(start, start + size))
+        context(trio.drafter, feature_SC[start : start + size], torch.arange(start, start + size))
         for start, size in zip(starts, sizes, strict=True)
     ]
     return Planes(*(torch.cat(planes, dim=1) for planes in zip(*made, strict=True)))
@@ -335,10 +356,10 @@ def test_a_half_context_is_the_float32_one_but_for_rounding(tmp_path: Path, dtyp
     features = torch.randn(6, 48, generator=torch.Generator().manual_seed(70))
     torch_dtype: torch.dtype = getattr(torch, dtype)
     pos = torch.arange(6)
-    context = drafter.context(features.to(torch_dtype), pos)
-    assert context.k_LXGE.dtype == torch_dtype
-    exact = read_drafter(tmp_path / "drafter").context(features, pos)
-    for half, full in zip(context, exact, strict=True):
+    short = context(drafter, features.to(torch_dtype), pos)
+    assert short.k_LXGE.dtype == torch_dtype
+    exact = context(read_drafter(tmp_path / "drafter"), features, pos)
+    for half, full in zip(short, exact, strict=True):
         assert ((half.float() - full).norm() / full.norm()).item() < 4 * torch.finfo(
             torch_dtype
         ).eps

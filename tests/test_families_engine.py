@@ -13,18 +13,15 @@ import torch
 from decoding import decode, make_engine, random_prompts
 from families import random_ids
 from tiny import FORMS, edit_config, load_tiny_pair, read_drafter, read_target
-from torch import Tensor
 
 from ddbatch.config import Config
 from ddbatch.core import PrefillPlan
 from ddbatch.engine import oracle, oracle_ddtree
 from ddbatch.engine.engine import Engine
-from ddbatch.engine.windows import layer_keys
+from ddbatch.engine.windows import row_keys
 from ddbatch.jobs.generating.decoding import open_pair
-from ddbatch.models import layers
 from ddbatch.models.decoder import Target
 from ddbatch.models.dflash import DFlash
-from ddbatch_kernels.attention import attention
 
 VOCAB = 13  # small, so that a random drafter is often right
 NEAR_TIE = 1e-4
@@ -134,31 +131,12 @@ def test_a_window_hides_what_lies_behind_it(tmp_path: Path) -> None:
     assert len(outputs) == 3
 
 
-def test_every_query_sees_a_key_even_a_place_that_stands_for_no_token(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Attention asks for it; prompts of unequal length leave places beyond the short ones."""
-    calls = []
-
-    def watched(*tensors: Tensor, scale: float) -> Tensor:
-        calls.append(tensors[-1].isfinite().any(dim=-1).all())
-        return attention(*tensors, scale=scale)
-
-    monkeypatch.setattr(layers, "attention", watched)
-    target, drafter = load_tiny_pair(
-        tmp_path, vocab=VOCAB, family="mistral", window=3, windows=(3, 3)
-    )
-    decode(make_engine(target, drafter), random_prompts(LENGTHS, VOCAB))
-    assert len(calls) > 20
-    assert all(calls)
-
-
 def test_without_a_window_no_second_mask_is_made(tmp_path: Path) -> None:
     state = make_engine(*load_tiny_pair(tmp_path, vocab=VOCAB)).state
-    addr_BZ, is_visible_BQZ = torch.zeros(2, 7, dtype=torch.long), torch.ones(2, 4, 7).bool()
-    pos_BQ, pos_BZ = torch.arange(3, 7).expand(2, 4), torch.arange(7).expand(2, 7)
+    own_BQW = torch.ones(1, 3, 1, dtype=torch.int32)
+    pos_BQ = torch.arange(3).expand(state.plan.rows, 3)
     for window, has_one in ((None, True), (5, False)):
-        keys = layer_keys(state, addr_BZ, is_visible_BQZ, pos_BQ, pos_BZ, window=window)
+        keys = row_keys(state, pos_BQ, own_BQW, 7, window=window)
         assert (keys.sliding is keys.full) == has_one
 
 

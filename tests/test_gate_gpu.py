@@ -20,6 +20,7 @@ from ddbatch.engine.gate import judge
 from ddbatch.engine.numerics import FLOAT32_GAP, measure_numerics
 from ddbatch.engine.programs import CapturedPrograms
 from ddbatch.engine.sampling import draw_kind
+from ddbatch.engine.state import RoundState
 from ddbatch.models.decoder import Target
 from ddbatch.models.dflash import DFlash, read_drafter_dims
 from ddbatch.models.dims import DtypeName
@@ -129,16 +130,16 @@ def test_positions_that_stay_as_captured_are_stopped(
 def test_a_mask_that_stays_as_captured_is_stopped(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = verify_module.unpack_ancestors
+    original = verify_module.row_keys
     kept: list[Tensor] = []
 
-    def unpack(ancestor_BNW: Tensor) -> Tensor:
+    def row_keys(state: RoundState, pos: Tensor, own_BNW: Tensor, *args: Any, **own: Any) -> Any:
         if torch.cuda.is_current_stream_capturing():
-            return kept[0]
-        kept.append(original(ancestor_BNW))
-        return kept[-1]
+            return original(state, pos, kept[0], *args, **own)
+        kept.append(own_BNW.clone())
+        return original(state, pos, own_BNW, *args, **own)
 
-    monkeypatch.setattr(verify_module, "unpack_ancestors", unpack)
+    monkeypatch.setattr(verify_module, "row_keys", row_keys)
     engine = make_engine(*load(folder, "float32"), budget=16)
     verdict = judge(engine, sampling=[], gap=FLOAT32_GAP)
     assert verdict.reason.startswith("captured == eager: a round ")

@@ -25,6 +25,7 @@ import torch
 from conftest import RealPair
 from decoding import decode, make_engine, token_prompts
 from runs import key_of
+from trees import poisoned_tree
 
 from ddbatch.__main__ import main
 from ddbatch.core import Sampling
@@ -34,7 +35,7 @@ from ddbatch.models.decoder import Target
 from ddbatch.models.dflash import DFlash, read_drafter_dims
 from ddbatch.models.families import read_target_dims
 from ddbatch.models.load import load_drafter, load_target, set_numerics
-from ddbatch_kernels.accept_tree import accept_tree
+from ddbatch_kernels.accept_tree import accepted_path
 from ddbatch_kernels.ancestors import pack_ancestors
 from ddbatch_kernels.build_tree import build_tree
 
@@ -57,13 +58,11 @@ Trace = dict[str, Any]
 @pytest.mark.parametrize("case", ROUNDS)
 def test_the_references_trees_are_built_from_its_drafters_scores(case: Trace) -> None:
     edge = torch.tensor(case["logprobs"])[None, :, None]
-    nodes = build_tree(edge, case["budget"])
-    depths, ranks = nodes.depth_BN[0, 1:].tolist(), nodes.rank_BN[0, 1:].tolist()
-    tokens = [
-        case["candidates"][depth - 1][rank] for depth, rank in zip(depths, ranks, strict=True)
-    ]
-    assert tokens == case["node_token_ids"]
-    assert depths == case["node_depths"]
+    nodes = poisoned_tree(1, case["budget"] + 1)
+    candidate, anchor = torch.tensor(case["candidates"])[None], torch.tensor([case["anchor"]])
+    build_tree(edge, candidate, anchor, out=nodes)
+    assert nodes.token_BN[0].tolist() == [case["anchor"], *case["node_token_ids"]]
+    assert nodes.depth_BN[0].tolist() == [0, *case["node_depths"]]
     assert nodes.parent_BN[0].tolist() == case["parents"]
 
 
@@ -76,7 +75,7 @@ def test_the_references_paths_are_walked(case: Trace) -> None:
     # Off the path the target's choice is a token that no node holds.
     choice = torch.full((1, num_nodes), -1)
     choice[0, case["accepted_indices"]] = torch.tensor(case["next_token_ids"])
-    found = accept_tree(
+    found = accepted_path(
         torch.tensor([[case["anchor"], *case["node_token_ids"]]]),
         torch.tensor([parents]),
         torch.tensor([[0, *case["node_depths"]]]),

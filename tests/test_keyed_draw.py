@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -35,11 +36,27 @@ from ddbatch_kernels.keyed_draw import (
     philox4x32,
     reference,
 )
+from ddbatch_kernels.keyed_draw.kernel import keyed_draw_triton
 
 # Of seed 0, output index 0: rows found by search in which one token has an extreme word.
 ROW_OF_LARGEST, TOKEN_OF_LARGEST = 30125659, 3  # word 0xffffffa9
 ROW_OF_SMALLEST, TOKEN_OF_SMALLEST = 1063849, 2  # word 0x2a
 HUGE_VOCAB = 150_000
+# The interpreter of kernels warns of log(0), which is meant.
+pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning:triton")
+# (seed, (row_id, turn, sample), output index, token id, word). Other words would change the
+# completions of every run that is resumed.
+WORDS_FOR_EVER = [
+    (0, (0, 0, 0), 0, 0, 0xF92390C2),
+    (0, (0, 0, 0), 0, 3, 0x5A9CAD5D),
+    (0, (0, 0, 0), 1, 0, 0x3D9580B8),
+    (0, (1, 0, 0), 0, 0, 0xAF1AF430),
+    (7, (123456789012, 2, 31), 1023, 151935, 0xEBF542E7),
+    (2**32, (0, 0, 0), 0, 0, 0x375691B8),
+    (2**63 - 1, (5, 1, 1), 17, 50257, 0xA9FA8A49),
+    (0, (ROW_OF_LARGEST, 0, 0), 0, TOKEN_OF_LARGEST, 0xFFFFFFA9),
+    (0, (ROW_OF_SMALLEST, 0, 0), 0, TOKEN_OF_SMALLEST, 0x2A),
+]
 
 
 def params_of(rows: Sequence[tuple[Sampling, int]]) -> DrawParams:
@@ -53,6 +70,33 @@ def params_of(rows: Sequence[tuple[Sampling, int]]) -> DrawParams:
         seed_B2=torch.tensor([[o.seed & WORD, o.seed >> 32] for o in options]),
         hash_B2=torch.tensor([[key & WORD, key >> 32] for _, key in rows]),
     )
+
+
+@pytest.fixture(params=["reference", "kernel"])
+def either(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, kernel_device: str
+) -> None:
+    """A test with it holds for the reference and for the kernel."""
+    if request.param == "kernel":
+        monkeypatch.setattr(sys.modules[__name__], "keyed_draw", on_device(kernel_device))
+
+
+def on_device(device: str) -> Callable[..., Draw]:
+    """The kernel as an op of CPU tensors."""
+
+    def draw(
+        logits_BNV: Tensor, depth_BN: Tensor, index_B: Tensor, params: DrawParams, **options: int
+    ) -> Draw:
+        found = keyed_draw_triton(
+            logits_BNV.to(device),
+            depth_BN.to(device),
+            index_B.to(device),
+            DrawParams(*(part.to(device) for part in params)),
+            **options,
+        )
+        return Draw(found.token_BN.cpu(), found.is_finite_BN.cpu())
+
+    return draw
 
 
 def draw_one(scores: Sequence[float], option: Sampling, key: int = 0, index: int = 0) -> int:
@@ -101,24 +145,10 @@ def test_philox_gives_the_known_answers_of_random123(counter: str, key: str, wor
     assert philox4x32((c0, c1, c2, c3), (k0, k1)).tolist() == expected
 
 
-@pytest.mark.parametrize(
-    ("seed", "key", "index", "token_id", "word"),
-    [
-        (0, (0, 0, 0), 0, 0, 0xF92390C2),
-        (0, (0, 0, 0), 0, 3, 0x5A9CAD5D),
-        (0, (0, 0, 0), 1, 0, 0x3D9580B8),
-        (0, (1, 0, 0), 0, 0, 0xAF1AF430),
-        (7, (123456789012, 2, 31), 1023, 151935, 0xEBF542E7),
-        (2**32, (0, 0, 0), 0, 0, 0x375691B8),
-        (2**63 - 1, (5, 1, 1), 17, 50257, 0xA9FA8A49),
-        (0, (ROW_OF_LARGEST, 0, 0), 0, TOKEN_OF_LARGEST, 0xFFFFFFA9),
-        (0, (ROW_OF_SMALLEST, 0, 0), 0, TOKEN_OF_SMALLEST, 0x2A),
-    ],
-)
+@pytest.mark.parametrize(("seed", "key", "index", "token_id", "word"), WORDS_FOR_EVER)
 def test_a_tokens_word_is_fixed_for_ever(
     seed: int, key: tuple[int, int, int], index: int, token_id: int, word: int
 ) -> None:
-    """Other words would change the completions of every run that is resumed."""
     key_bits = key_hash(Key(*key))
     assert word_of(seed, key_bits, index, token_id) == word
     params = params_of([(Sampling(seed=seed), key_bits)])
@@ -173,6 +203,7 @@ def test_larger_words_never_have_larger_noise() -> None:
     assert (noise.diff().nan_to_num(0.0) <= 1e-6).all()  # log may be off by its last bit
 
 
+@pytest.mark.usefixtures("either")
 def test_a_kept_token_whose_noise_is_lowest_loses_to_kept_ones_and_beats_filtered_ones() -> None:
     key, lowest = twin_hash(ROW_OF_LARGEST, 0, 0), TOKEN_OF_LARGEST
     scores = [0.0] * 7
@@ -188,6 +219,7 @@ def test_a_kept_token_whose_noise_is_lowest_loses_to_kept_ones_and_beats_filtere
     assert draw_one(scores[lowest : lowest + 1], Sampling(temperature=1.0), key) == 0
 
 
+@pytest.mark.usefixtures("either")
 def test_a_token_with_the_highest_noise_is_drawn_from_far_below_unless_it_is_filtered() -> None:
     key, token_id = twin_hash(ROW_OF_SMALLEST, 0, 0), TOKEN_OF_SMALLEST
     scores = [12.0] * 5
@@ -267,6 +299,7 @@ def test_the_size_of_a_chunk_changes_no_draw(words: int, monkeypatch: pytest.Mon
     assert parts.is_finite_BN.all()
 
 
+@pytest.mark.usefixtures("either")
 def test_a_filter_that_no_row_uses_may_be_left_out() -> None:
     scores_BNV = torch.randn(6, 1, 37, generator=torch.Generator().manual_seed(2))
     for unused, option in (
@@ -287,6 +320,7 @@ def test_a_filter_that_no_row_uses_may_be_left_out() -> None:
         assert less.token_BN.tolist() == whole.token_BN.tolist()
 
 
+@pytest.mark.usefixtures("either")
 def test_nodes_of_one_depth_share_their_noise_and_others_do_not() -> None:
     scores = torch.zeros(1, 40, 101)
     depth_BN = torch.arange(20).repeat(2)[None]
@@ -405,6 +439,7 @@ def test_a_part_of_the_mass_just_below_one_keeps_a_flat_vocabulary_nearly_whole(
 # Greedy rows, and scores that are no numbers.
 
 
+@pytest.mark.usefixtures("either")
 def test_temperature_zero_takes_the_first_best_score_whatever_else_is_set() -> None:
     scores = [1.0, 3.0, 2.0, 3.0, -5.0]
     for option in (
@@ -416,6 +451,7 @@ def test_temperature_zero_takes_the_first_best_score_whatever_else_is_set() -> N
             assert draw_one(scores, option, key=index, index=index) == 1
 
 
+@pytest.mark.usefixtures("either")
 def test_scores_that_are_no_numbers_touch_no_other_node_and_are_told() -> None:
     generator = torch.Generator().manual_seed(3)
     scores = torch.randn(6, 2, 11, generator=generator)
@@ -440,6 +476,7 @@ def test_scores_that_are_no_numbers_touch_no_other_node_and_are_told() -> None:
 # Independence.
 
 
+@pytest.mark.usefixtures("either")
 def test_a_row_does_not_depend_on_its_place_or_its_neighbours() -> None:
     generator = torch.Generator().manual_seed(4)
     scores_BV = torch.randn(9, 23, generator=generator)

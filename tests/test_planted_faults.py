@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +24,6 @@ import ddbatch.engine.engine as engine_module
 import ddbatch.engine.verify as verify_module
 from ddbatch.core import CachePlan, PrefillPlan, Sampling, ShapePlan
 from ddbatch.engine.engine import Engine
-from ddbatch.engine.facts import ChunkFact
 from ddbatch.engine.gate import judge
 from ddbatch.engine.numerics import FLOAT32_GAP
 from ddbatch.engine.prefill import Piece, Placed
@@ -34,7 +34,10 @@ from ddbatch.engine.transfer import Ring, Ticket
 from ddbatch.models import layers as layers_module
 from ddbatch.models.decoder import Target
 from ddbatch.models.dflash import DFlash
-from ddbatch.models.layers import Planes
+from ddbatch_kernels.ancestors import pack_ancestors, unpack_ancestors
+from ddbatch_kernels.attention import RowKeys
+from ddbatch_kernels.build_tree import TreeNodes
+from ddbatch_kernels.facts import ChunkFact
 
 CHECKS = ("captured == eager", "record", "tokens", "accepted", "state", "memory")
 VOCAB = 29
@@ -51,14 +54,14 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 
 def see_wrongly(patch: Patch, node: int, other: int) -> None:
-    original = verify_module.unpack_ancestors
+    original = verify_module.row_keys
 
-    def unpack(ancestor_BNW: Tensor) -> Tensor:
-        is_ancestor_BNN = original(ancestor_BNW)
-        is_ancestor_BNN[:, node, other] ^= True
-        return is_ancestor_BNN
+    def row_keys(state: RoundState, pos: Tensor, own_BNW: Tensor, *args: Any, **own: Any) -> Any:
+        sees_BNN = unpack_ancestors(own_BNW)
+        sees_BNN[:, node, other] ^= True
+        return original(state, pos, pack_ancestors(sees_BNN), *args, **own)
 
-    patch.setattr(verify_module, "unpack_ancestors", unpack)
+    patch.setattr(verify_module, "row_keys", row_keys)
 
 
 def wrong_mask_bit(patch: Patch, engine: Engine) -> None:
@@ -75,10 +78,9 @@ def wrong_ancestor_word_1(patch: Patch, engine: Engine) -> None:
     """Node 32 is taken for an ancestor of node 33, or is not, by whoever reads the tree."""
     original = build_module.build_tree
 
-    def build_tree(*args: Any) -> Any:
-        nodes = original(*args)
-        nodes.ancestor_BNW[:, 33, 1] ^= 1
-        return nodes
+    def build_tree(*args: Tensor, out: TreeNodes) -> None:
+        original(*args, out=out)
+        out.ancestor_BNW[:, 33, 1] ^= 1
 
     patch.setattr(build_module, "build_tree", build_tree)
 
@@ -97,21 +99,26 @@ def page_table_off_by_one(patch: Patch, engine: Engine) -> None:
 
 
 def scratch_row_of_a_neighbour(patch: Patch, engine: Engine) -> None:
-    original = commit_module.scratch_cells
-    patch.setattr(commit_module, "scratch_cells", lambda *args: original(*args).roll(1, dims=0))
+    original = commit_module.move_cells
+
+    def move(*args: Any, scratch_cell: int, trash_cell: int) -> Tensor:
+        """Features are those of the right nodes."""
+        planes, feature_XC, node_T, cell_T = args[:2], *args[2:]
+        N, num_nodes = engine.plan.nodes, engine.plan.nodes * engine.plan.rows
+        cells = {"scratch_cell": scratch_cell, "trash_cell": trash_cell}
+        original(*planes, feature_XC, (node_T - N) % num_nodes, cell_T, **cells)
+        return feature_XC[node_T]
+
+    patch.setattr(commit_module, "move_cells", move)
 
 
 def split_ends_at_4096_keys(patch: Patch, engine: Engine) -> None:
     """Keys beyond are not seen, but for a row's own new ones."""
     original = layers_module.attention
 
-    def attention(
-        q: Tensor, k: Tensor, v: Tensor, addr: Tensor, bias_BQZ: Tensor, *, scale: float
-    ) -> Tensor:
-        num_cached = (bias_BQZ.shape[2] - bias_BQZ.shape[1]) // 64 * 64
-        bias_BQZ = bias_BQZ.clone()
-        bias_BQZ[:, :, FAR:num_cached] = -torch.inf
-        return original(q, k, v, addr, bias_BQZ, scale=scale)
+    def attention(q: Tensor, k: Tensor, v: Tensor, keys: RowKeys, *, scale: float) -> Tensor:
+        stop_BQ = keys.stop_BQ.clamp(max=FAR)
+        return original(q, k, v, replace(keys, stop_BQ=stop_BQ, arrivals=None), scale=scale)
 
     patch.setattr(layers_module, "attention", attention)
 
@@ -206,19 +213,18 @@ def prefill_input_of_another_call(patch: Patch, engine: Engine) -> None:
 
 def rejected_nodes_are_committed_too(patch: Patch, engine: Engine) -> None:
     """A round's other keys are written behind the accepted ones, where the next round's belong."""
-    original, state = commit_module.write_cells, engine.state
+    original, state = commit_module.move_cells, engine.state
 
-    def write(cache: Planes, cell_T: Tensor, new: Planes) -> None:
-        if cache is state.target_cache:
-            cell_BK = cell_T.unflatten(0, (state.plan.rows, -1))
-            first_B1, place_K = cell_BK[:, :1], torch.arange(cell_BK.shape[1])
-            page = state.cache_plan.page
-            is_near_BK = (first_B1 + place_K) // page == first_B1 // page
-            is_live_B1 = first_B1 < state.null_cell
-            cell_T = torch.where(is_near_BK & is_live_B1, first_B1 + place_K, cell_BK).flatten()
-        original(cache, cell_T, new)
+    def move(*args: Any, **cells: int) -> Tensor:
+        cell_BK = args[-1].unflatten(0, (state.plan.rows, -1))
+        first_B1, place_K = cell_BK[:, :1], torch.arange(cell_BK.shape[1])
+        page = state.cache_plan.page
+        is_near_BK = (first_B1 + place_K) // page == first_B1 // page
+        is_live_B1 = first_B1 < state.null_cell
+        cell_T = torch.where(is_near_BK & is_live_B1, first_B1 + place_K, cell_BK).flatten()
+        return original(*args[:-1], cell_T, **cells)
 
-    patch.setattr(commit_module, "write_cells", write)
+    patch.setattr(commit_module, "move_cells", move)
 
 
 def writes_of_nothing_go_to_the_null_cell(patch: Patch, engine: Engine) -> None:

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from ddbatch.core import Completion, Key, PrefillPlan, Rejected, Sampling, TokenPrompt
 from ddbatch.engine.engine import Engine
-from ddbatch.engine.facts import ChunkFact
 from ddbatch.engine.prefill import Placed, pieces_of
 from ddbatch.engine.programs import EagerPrograms
 from ddbatch.engine.state import RoundShape, RoundState, cell_of
 from ddbatch.models.decoder import Target
 from ddbatch.models.dflash import DFlash
+from ddbatch_kernels.facts import ChunkFact
 
 VOCAB, CAP = 29, 20
 Pair = tuple[Target, DFlash]

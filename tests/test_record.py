@@ -11,14 +11,15 @@ from decoding import decode, make_engine, random_prompts, token_prompts
 from tiny import load_tiny_pair
 
 from ddbatch.core import Completion, Key, PrefillPlan, RunError, TokenPrompt
+from ddbatch.engine.commit import commit
 from ddbatch.engine.engine import Engine
-from ddbatch.engine.facts import ERRORS, Error, Fact, Finish
 from ddbatch.engine.programs import Programs
-from ddbatch.engine.record import RowFacts, check_sum, read_record, tell_round
+from ddbatch.engine.record import RowFacts, check_sum, read_record
 from ddbatch.engine.state import RoundShape, RoundState
 from ddbatch.engine.transfer import RING_SIZE, Ring
 from ddbatch.models.decoder import Target
 from ddbatch.models.dflash import DFlash
+from ddbatch_kernels.facts import ERRORS, Error, Fact, Finish
 
 VOCAB = 29
 LENGTHS = (5, 1, 9)
@@ -59,11 +60,11 @@ def test_an_end_that_does_not_exist_is_no_mistake_of_the_user(
 ) -> None:
     engine = started(pair)
 
-    def tell(state: RoundState, *rest: torch.Tensor) -> None:
-        tell_round(state, *rest)
+    def commit_and_tell(drafter: DFlash | None, state: RoundState) -> None:
+        commit(drafter, state)
         state.told.row_BX[0, Fact.FINISH] = 9
 
-    monkeypatch.setattr("ddbatch.engine.round.tell_round", tell)
+    monkeypatch.setattr("ddbatch.engine.round.commit", commit_and_tell)
     said = fails_after(engine, lambda state: None)
     assert "engine: round 1, row 0: no such end: 9" in said
 
@@ -137,13 +138,11 @@ FAULTS: list[tuple[int, Callable[[RoundState, int], object]]] = [
 def told_after(
     state: RoundState, change: Callable[[RoundState, int], object], row: int
 ) -> list[RowFacts]:
-    """The record of the last round, told anew after a change of one row."""
+    """The record of the last round, which is committed and told anew after a change of one row."""
     with torch.inference_mode():
         change(state, row)
         number = int(state.round_number)
-        # The lengths are those after the commit, so some of the round's tokens are counted twice.
-        length_B = state.length_S[state.slot_B] - state.num_emitted_B.clamp(0, 5)
-        tell_round(state, length_B, state.slot_B, state.active_B)
+        commit(None, state)
     return read_record([state.told.row_BX], number, state.nobody, "round")
 
 
@@ -162,9 +161,9 @@ def test_the_error_word_stops_the_run_and_names_what_is_wrong(
 
 def test_a_sequence_beyond_its_pages_is_an_error(pair: Pair) -> None:
     state = started(pair).state
-    length_B = torch.tensor([5, state.cache_plan.max_len, 9])
     with torch.inference_mode():
-        tell_round(state, length_B, state.slot_B, state.active_B)
+        state.pos_BN[1] += state.cache_plan.max_len - state.pos_BN[1, 0]
+        commit(None, state)
     with pytest.raises(RunError, match="row 1, slot 1: a sequence longer than its pages"):
         read_record([state.told.row_BX], 1, state.nobody, "round")
 

@@ -18,7 +18,7 @@ from ddbatch.core import Completion, Key, PrefillPlan, Sampling, TokenPrompt
 from ddbatch.engine.oracle import Oracle
 from ddbatch.models.decoder import Target
 from ddbatch.models.dflash import DFlash
-from ddbatch_kernels.accept_tree import accept_tree
+from ddbatch_kernels.accept_tree import accepted_path
 from ddbatch_kernels.keyed_draw import DrawParams, keyed_draw
 
 VOCAB = 13  # small, so that a random drafter is often right
@@ -271,7 +271,7 @@ def test_the_keyed_walk_of_a_fixed_tree_is_exact() -> None:
         has_top_k=False,
         has_top_p=False,
     ).token_BN
-    found = accept_tree(*tree, ancestor_BNW, choice_BN, max_depth=2)
+    found = accepted_path(*tree, ancestor_BNW, choice_BN, max_depth=2)
     first_B = found.emitted_BK[:, 0]
     # The next round's first token, where this one emitted no second.
     next_BN = keyed_draw(

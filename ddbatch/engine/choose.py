@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ddbatch.engine.sampling import DrawKind, SlotSampling
 from ddbatch.engine.state import Logprobs
+from ddbatch_kernels.best_token import best_token
 from ddbatch_kernels.keyed_draw import Draw, keyed_draw
 from ddbatch_kernels.top_candidates import top_candidates
 
@@ -27,9 +28,7 @@ def choose(
 ) -> Draw:
     """The token that each node draws; index_B: the output index that a row's root draws."""
     if kind == DrawKind.GREEDY:
-        # The first of equal scores, that is the lower token id. NaN wins a max, so it is seen.
-        best = logits_BNV.max(dim=-1)
-        return Draw(best.indices, best.values.isfinite())
+        return best_token(logits_BNV)
     return keyed_draw(
         logits_BNV,
         depth_BN,

@@ -26,7 +26,6 @@ from ddbatch.core import (
     TokenPrompt,
 )
 from ddbatch.engine.acceptance import AcceptanceTable
-from ddbatch.engine.facts import Finish
 from ddbatch.engine.plan import plan_prefill
 from ddbatch.engine.prefill import (
     Piece,
@@ -45,6 +44,7 @@ from ddbatch.engine.stop_watch import StopWatch, Watched
 from ddbatch.engine.transfer import Ring, Ticket
 from ddbatch.models.decoder import Target
 from ddbatch.models.dflash import DFlash
+from ddbatch_kernels.facts import Finish
 
 
 @dataclass

@@ -16,10 +16,10 @@ AUTO_BUDGET = 16  # as wide a verify as the usual block, and already ahead of th
 AUTO_ROWS = {"cpu": 8, "cuda": 32}
 AUTO_PAGE_CUDA = 64  # the key tile of the attention kernels
 MAX_TOPK = 64
-# Attention looks at a multiple of this many keys. A GPU captures a graph for each count, so its
-# counts are powers of two from MIN_KEYS_CUDA on.
+# Attention is told a bound of the keys that it looks at, a multiple of this. A GPU captures a graph
+# for each bound and its kernel stops where a row's keys end, so bounds are powers of two there.
 KEY_STEP = 64
-MIN_KEYS_CUDA = 128
+MIN_KEYS_CUDA = 1024
 # Prompt tokens in a piece, and pieces in a prefill call: large enough for matrix products. A GPU's
 # calls are of one size, whatever waits; few rows make few tokens between calls, so theirs are
 # smaller. A CPU's shrink to what waits.

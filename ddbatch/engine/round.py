@@ -5,7 +5,6 @@ from ddbatch.engine.admit import admit
 from ddbatch.engine.build import build
 from ddbatch.engine.commit import commit
 from ddbatch.engine.draft import draft
-from ddbatch.engine.record import tell_round
 from ddbatch.engine.state import RoundShape, RoundState
 from ddbatch.engine.verify import verify
 from ddbatch.models.decoder import Target
@@ -27,7 +26,4 @@ def finish_round(
     build(state)
     verify(target, state, () if drafter is None else drafter.dims.tap_layers, shape)
     accept(state)
-    slot_B, active_B = state.slot_B.clone(), state.active_B.clone()
-    length_B = state.length_S[slot_B]
     commit(drafter, state)
-    tell_round(state, length_B, slot_B, active_B)

@@ -15,11 +15,8 @@ from torch import Tensor
 
 from ddbatch.core import Key, Sampling, StopFinder
 from ddbatch.engine.transfer import upload
+from ddbatch_kernels.facts import TokenFlag
 from ddbatch_kernels.keyed_draw import DrawParams
-
-# Bits of token_flag_SV.
-STOP_ID = 1  # the token ends the sequence
-MAY_END_STRING = 2  # the token could complete a stop string: the host must look at the text
 
 _WORD = 0xFFFFFFFF
 _MASK64 = (1 << 64) - 1
@@ -39,8 +36,7 @@ class DrawKind(IntEnum):
 class SlotSampling:
     """Per slot, S slots incl. nobody's; static, written by `set_slots`.
 
-    The draw's parameters as in DrawParams. token_flag_SV: uint8, STOP_ID and MAY_END_STRING of
-    each token.
+    The draw's parameters as in DrawParams. token_flag_SV: uint8, TokenFlag bits of each token.
     """
 
     temperature_S: Tensor
@@ -61,14 +57,6 @@ class SlotSampling:
             self.seed_S2[slot_B],
             self.hash_S2[slot_B],
         )
-
-    def is_stop(self, slot: Tensor, token: Tensor) -> Tensor:
-        """Bool: does the token end its slot's sequence; two int64 tensors that broadcast."""
-        return (self.token_flag_SV[slot, token] & STOP_ID) != 0
-
-    def may_end_string(self, slot: Tensor, token: Tensor) -> Tensor:
-        """Bool: could the token complete one of its slot's stop strings."""
-        return (self.token_flag_SV[slot, token] & MAY_END_STRING) != 0
 
 
 def allocate_slot_sampling(slots: int, vocab: int, device: torch.device) -> SlotSampling:
@@ -137,10 +125,10 @@ class TokenFlags:
             assert self._finder is not None, "stop strings need a finder"
             # A tokenizer may have more entries than the model has scores.
             ids = [token for token in self._finder.flagged(own.stop) if token < self._vocab]
-            flags[torch.tensor(ids, dtype=torch.long)] |= MAY_END_STRING
+            flags[torch.tensor(ids, dtype=torch.long)] |= TokenFlag.MAY_END_STRING
         # Ids that no score stands for cannot be drawn.
         ids = [token for token in own.stop_token_ids if token < self._vocab]
-        flags[torch.tensor(ids, dtype=torch.long)] |= STOP_ID
+        flags[torch.tensor(ids, dtype=torch.long)] |= TokenFlag.STOP_ID
         self._rows[name] = flags.to(self._device, non_blocking=True)
         if len(self._rows) > _MAX_FLAG_ROWS:
             self._rows.popitem(last=False)

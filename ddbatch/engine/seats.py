@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ddbatch.core import CachePlan, Completion, Rejected, RunError, TokenLogprobs, TokenPrompt
-from ddbatch.engine.facts import Finish
 from ddbatch.engine.prefill import Placed
 from ddbatch.engine.record import RowFacts
 from ddbatch.engine.stop_watch import Watched, cut
+from ddbatch_kernels.facts import Finish
 
 # The first rounds after a prefill call may be without a live row: the host reads late.
 MAX_IDLE_ROUNDS = 4

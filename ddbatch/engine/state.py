@@ -21,10 +21,14 @@ import torch
 from torch import Tensor
 
 from ddbatch.core import CachePlan, PrefillPlan, ShapePlan
-from ddbatch.engine.facts import ChunkFact, Fact
 from ddbatch.engine.sampling import DrawKind, SlotSampling, allocate_slot_sampling
 from ddbatch.models.dims import ModelDims
 from ddbatch.models.layers import Planes
+from ddbatch_kernels.admit import Ready
+from ddbatch_kernels.build_tree import TreeNodes
+from ddbatch_kernels.commit_rows import Record
+from ddbatch_kernels.facts import ChunkFact, Fact
+from ddbatch_kernels.rows import Accepted, Nodes, Rows, Slots
 
 
 class RoundShape(NamedTuple):
@@ -45,20 +49,8 @@ class Logprobs(NamedTuple):
     top: Tensor
 
 
-class DraftTree(NamedTuple):
-    """The round's tree, node 0 = anchor.
-
-    token_BN, parent_BN (-1 for the root), depth_BN: int64. ancestor_BNW: int32 bit words.
-    """
-
-    token_BN: Tensor
-    parent_BN: Tensor
-    depth_BN: Tensor
-    ancestor_BNW: Tensor
-
-
 class Told(NamedTuple):
-    """What a program tells the host: int32 columns (engine/record.py) of each row and one row of
+    """What a program tells the host: int32 columns (Fact) of each row and one row of
     the program's own below; log-probs of the emitted tokens where they are asked for."""
 
     row_BX: Tensor
@@ -100,7 +92,7 @@ class RoundState:
     round_number: Tensor
     candidate_BDM: Tensor
     edge_BDM: Tensor  # float32 log-probs
-    tree: DraftTree
+    tree: TreeNodes
     pos_BN: Tensor  # positions of the verified nodes
     choice_BN: Tensor
     is_finite_BN: Tensor  # bool: is the best score of a node a number
@@ -137,6 +129,52 @@ class RoundState:
     def scratch_cell(self) -> int:
         """The first of the cells for a forward's own tokens."""
         return self.null_cell + 2
+
+    @property
+    def rows(self) -> Rows:
+        """The lanes."""
+        return Rows(self.slot_B, self.active_B)
+
+    @property
+    def slots(self) -> Slots:
+        """What is known of sequences."""
+        return Slots(
+            self.length_S,
+            self.anchor_S,
+            self.cap_S,
+            self.num_out_S,
+            self.generation_S,
+            self.is_cancelled_S,
+            self.page_table_SP,
+            self.sampling.token_flag_SV,
+        )
+
+    @property
+    def ready(self) -> Ready:
+        """Slots that wait for a row."""
+        return Ready(self.ready_S, self.ready_head, self.ready_tail)
+
+    @property
+    def nodes(self) -> Nodes:
+        """The trees and what the target says of them."""
+        return Nodes(*self.tree, self.pos_BN, self.choice_BN, self.is_finite_BN)
+
+    @property
+    def accepted(self) -> Accepted:
+        """What the round keeps of them."""
+        return Accepted(
+            self.path_BK,
+            self.num_accepted_B,
+            self.emitted_BK,
+            self.num_emitted_B,
+            self.finish_B,
+        )
+
+    @property
+    def record(self) -> Record:
+        """What the round tells."""
+        drawn, told = self.logprobs_BN or (), self.told.logprobs_BK or ()
+        return Record(self.told.row_BX, self.round_number, drawn, told)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """All tensors with their names, the caches' planes first."""
@@ -229,7 +267,7 @@ def allocate_state(
         round_number=ints(1),
         candidate_BDM=ints(B, D, M),
         edge_BDM=torch.zeros(B, D, M, dtype=torch.float32, device=device),
-        tree=DraftTree(
+        tree=TreeNodes(
             ints(B, N),
             ints(B, N),
             ints(B, N),
@@ -263,6 +301,6 @@ def cell_of(state: RoundState, slot: Tensor, pos: Tensor) -> Tensor:
 
 def scratch_cells(state: RoundState, rows: int, tokens: int) -> Tensor:
     """Cells [rows, tokens] for a forward's own keys."""
-    count = rows * tokens
-    cell_T = torch.arange(count, device=state.slot_B.device) + state.scratch_cell
+    first = state.scratch_cell
+    cell_T = torch.arange(first, first + rows * tokens, device=state.slot_B.device)
     return cell_T.view(rows, tokens)

@@ -13,9 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ddbatch.engine.facts import ChunkFact
 from ddbatch.engine.programs import Programs
 from ddbatch.engine.state import RoundShape, RoundState, cell_of
+from ddbatch_kernels.facts import ChunkFact
 
 # How many launches in all, and of each shape, are held against eager ones.
 FIRST_LAUNCHES = 8

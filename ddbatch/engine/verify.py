@@ -4,11 +4,12 @@ In: tree, lengths, target cache. Out: pos_BN, choice_BN, is_finite_BN, logprobs_
 nodes' keys in the scratch cells. Knows nothing about the drafter.
 """
 
+import torch
+
 from ddbatch.engine.choose import choose, tell_logprobs
-from ddbatch.engine.state import RoundShape, RoundState
+from ddbatch.engine.state import RoundShape, RoundState, scratch_cells
 from ddbatch.engine.windows import row_keys
 from ddbatch.models.decoder import Target
-from ddbatch_kernels.ancestors import unpack_ancestors
 
 
 def verify(
@@ -20,19 +21,15 @@ def verify(
     """
     B, N = state.plan.rows, state.plan.nodes
     length_B = state.length_S[state.slot_B]
-    state.pos_BN.copy_(length_B[:, None] + state.tree.depth_BN)
-    keys, cell_BN = row_keys(
-        state,
-        state.pos_BN,
-        unpack_ancestors(state.tree.ancestor_BNW),
-        shape.num_keys,
-        window=target.dims.window,
+    torch.add(length_B[:, None], state.tree.depth_BN, out=state.pos_BN)
+    keys = row_keys(
+        state, state.pos_BN, state.tree.ancestor_BNW, shape.num_keys, window=target.dims.window
     )
     out = target(
         state.tree.token_BN.flatten(),
         state.pos_BN.flatten(),
         state.target_cache,
-        cell_BN.flatten(),
+        scratch_cells(state, B, N).flatten(),
         keys,
         tap_layers,
     )

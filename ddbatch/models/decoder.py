@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ddbatch.models.dims import ModelDims
@@ -20,21 +19,16 @@ from ddbatch.models.layers import (
     Linear,
     Planes,
     RmsNorm,
-    apply_rope,
     attend,
     frozen,
     linear_float32,
     rope_table,
-    write_keys,
 )
-
-
-class Heads(NamedTuple):
-    """Queries, keys (both roped) and values of T tokens."""
-
-    q_THE: Tensor
-    k_TGE: Tensor
-    v_TGE: Tensor
+from ddbatch_kernels.embed_normed import embed_normed
+from ddbatch_kernels.gated_linear import gated_linear
+from ddbatch_kernels.linear_add import linear_add
+from ddbatch_kernels.normed import Normed
+from ddbatch_kernels.project_heads import project_heads
 
 
 class DecoderLayer(nn.Module):
@@ -55,29 +49,39 @@ class DecoderLayer(nn.Module):
         self.mlp_norm = RmsNorm(dims.width, dims.norm_eps, dtype, device)
         self.mlp = GatedMlp(dims, dtype, device)
 
-    def project(self, x_TD: Tensor, rope_T2E: Tensor) -> Heads:
-        """The layer's input, normed, as heads."""
-        H, G = self.dims.heads, self.dims.kv_heads
-        qkv = self.qkv(self.input_norm(x_TD)).unflatten(-1, (H + 2 * G, -1))
-        qk = qkv[:, : H + G]
-        if self.q_norm is not None and self.k_norm is not None:
-            qk = torch.cat((self.q_norm(qk[:, :H]), self.k_norm(qk[:, H:])), dim=1)
-        qk = apply_rope(qk, rope_T2E)
-        return Heads(qk[:, :H], qk[:, H:], qkv[:, H + G :])
-
-    def context(self, x_TD: Tensor, rope_T2E: Tensor) -> tuple[Tensor, Tensor]:
-        """Roped keys and values [T, G, E] of x itself, which passes through no input norm."""
-        H, G, E = self.dims.heads, self.dims.kv_heads, self.dims.head_width
-        bias = None if self.qkv.bias is None else self.qkv.bias[H * E :]
-        kv = F.linear(x_TD, self.qkv.weight[H * E :], bias).unflatten(-1, (2 * G, E))
-        k_TGE = kv[:, :G] if self.k_norm is None else self.k_norm(kv[:, :G])
-        return apply_rope(k_TGE, rope_T2E), kv[:, G:]
-
-    def finish(self, x_TD: Tensor, attended_TX: Tensor) -> Tensor:
-        """The layer's output: its input plus attention ([T, H * E]), plus the MLP of that."""
-        x_TD = x_TD + self.out(attended_TX)
-        out_TD: Tensor = x_TD + self.mlp(self.mlp_norm(x_TD))
-        return out_TD
+    def forward(
+        self,
+        normed: Normed,
+        next_norm: RmsNorm,
+        rope_P2E: Tensor,
+        pos_T: Tensor,
+        cache: Planes,
+        number: int,
+        cell_T: Tensor,
+        keys: LayerKeys,
+    ) -> Normed:
+        """From the stream, to be normed by this layer's input norm, to its output, to be normed by
+        next_norm. The layer's keys and values, layer `number` of the cache, go to these cells, from
+        which attention reads them like all others."""
+        mlp_norm, mlp = self.mlp_norm, self.mlp
+        q_THE = project_heads(
+            normed,
+            self.qkv.weight,
+            self.qkv.bias,
+            None if self.q_norm is None else self.q_norm.weight,
+            None if self.k_norm is None else self.k_norm.weight,
+            rope_P2E,
+            pos_T,
+            cache.k_LXGE[number],
+            cache.v_LXGE[number],
+            cell_T,
+        )
+        attended_TX = attend(q_THE, cache, number, keys.under(self.dims.windows[number]))
+        normed = linear_add(
+            attended_TX, self.out.weight, normed.x_TD, mlp_norm.weight, mlp_norm.eps
+        )
+        act_TF = gated_linear(normed, mlp.gate_up.weight)
+        return linear_add(act_TF, mlp.down.weight, normed.x_TD, next_norm.weight, next_norm.eps)
 
     def destinations(self, prefix: str) -> dict[str, Tensor]:
         """Checkpoint tensor name, which begins with `prefix` -> the part of a weight it fills."""
@@ -102,6 +106,12 @@ class DecoderLayer(nn.Module):
             if norm is not None:
                 found[f"self_attn.{name}.weight"] = norm.weight
         return {f"{prefix}.{name}": part for name, part in found.items()}
+
+
+def norms_of(layers: nn.ModuleList, final: RmsNorm) -> list[RmsNorm]:
+    """What the stream is normed by ahead of each layer, and behind the last."""
+    own = [layer.input_norm for layer in layers if isinstance(layer, DecoderLayer)]
+    return [*own, final]
 
 
 class TargetOutput(NamedTuple):
@@ -139,21 +149,19 @@ class Target(nn.Module):
         keys: LayerKeys,
         tap_layers: tuple[int, ...] = (),
     ) -> TargetOutput:
-        """Run T = B x Q tokens at their positions. Their keys and values go to these cells of the
-        cache, from which attention reads them like all others."""
-        x_TD = self.embed[token_T]
-        rope_T2E = self.rope_P2E[pos_T]
+        """Run T = B x Q tokens at their positions; their keys and values go to these cells of the
+        cache."""
+        norms = norms_of(self.layers, self.norm)
+        normed = embed_normed(token_T, self.embed, norms[0].weight, norms[0].eps)
         tapped = []
         for number, layer in enumerate(self.layers):
-            assert isinstance(layer, DecoderLayer)
-            heads = layer.project(x_TD, rope_T2E)
-            write_keys(cache, number, cell_T, heads.k_TGE, heads.v_TGE)
-            visible = keys.under(self.dims.windows[number])
-            x_TD = layer.finish(x_TD, attend(heads.q_THE, cache, number, visible))
+            normed = layer(
+                normed, norms[number + 1], self.rope_P2E, pos_T, cache, number, cell_T, keys
+            )
             if number in tap_layers:
-                tapped.append(x_TD)
-        feature_TC = torch.cat(tapped, dim=-1) if tapped else x_TD[:, :0]
-        return TargetOutput(self.norm(x_TD), feature_TC)
+                tapped.append(normed.x_TD)
+        feature_TC = torch.cat(tapped, dim=-1) if tapped else normed.x_TD[:, :0]
+        return TargetOutput(normed.made(), feature_TC)
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
         """float32 scores [T, V]."""

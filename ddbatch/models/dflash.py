@@ -9,6 +9,7 @@ or the target's weights.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,18 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from ddbatch.models.config_file import ConfigFile
-from ddbatch.models.decoder import DecoderLayer
+from ddbatch.models.decoder import DecoderLayer, norms_of
 from ddbatch.models.decoder_config import read_decoder, read_layer_types
 from ddbatch.models.dims import DrafterDims
-from ddbatch.models.layers import (
-    LayerKeys,
-    Linear,
-    Planes,
-    RmsNorm,
-    attend,
-    rope_table,
-    write_keys,
-)
+from ddbatch.models.layers import LayerKeys, Linear, Planes, RmsNorm, rope_table
+from ddbatch_kernels.embed_normed import embed_normed
+from ddbatch_kernels.rope_append import rope_append
 
 
 def read_drafter_dims(folder: Path) -> DrafterDims:
@@ -114,36 +109,55 @@ class DFlash(nn.Module):
         self.layers = nn.ModuleList(
             DecoderLayer(decoder, dtype, device) for _ in range(decoder.layers)
         )
+        # The context of all layers is one product: their weights are parts of one tensor.
+        self._qkv_LXD = _stacked([layer.qkv for layer in self._own_layers()])
+        self._k_norm_LE = _stacked([layer.k_norm for layer in self._own_layers()])
         self.norm = RmsNorm(decoder.width, decoder.norm_eps, dtype, device)
         self.rope_P2E = rope_table(decoder.rope, decoder.head_width, num_positions, device)
 
-    def context(self, feature_TC: Tensor, pos_T: Tensor) -> Planes:
-        """Context keys and values [L, T, G, E] of committed tokens, from their tapped states.
+    def _own_layers(self) -> list[DecoderLayer]:
+        return [layer for layer in self.layers if isinstance(layer, DecoderLayer)]
+
+    def append_context(
+        self, feature_TC: Tensor, pos_T: Tensor, cache: Planes, cell_T: Tensor
+    ) -> None:
+        """Write context keys and values of committed tokens, from their tapped states, to cells.
 
         The fused features skip the layers' input norms: only the block passes through those.
         """
+        dims = self.dims.decoder
         fused_TD = self.fuse_norm(self.fuse(feature_TC))
-        rope_T2E = self.rope_P2E[pos_T]
-        pairs = []
-        for layer in self.layers:
-            assert isinstance(layer, DecoderLayer)
-            pairs.append(layer.context(fused_TD, rope_T2E))
-        return Planes(*(torch.stack(side) for side in zip(*pairs, strict=True)))
+        kv_weight_LXD = self._qkv_LXD[:, dims.heads * dims.head_width :]
+        kv_LTX = torch.bmm(fused_TD.expand(dims.layers, -1, -1), kv_weight_LXD.transpose(1, 2))
+        rope_append(
+            kv_LTX,
+            None,
+            self._k_norm_LE,
+            dims.norm_eps,
+            self.rope_P2E,
+            pos_T,
+            *cache,
+            cell_T,
+        )
 
     def forward(
-        self, x_TD: Tensor, pos_T: Tensor, cache: Planes, cell_T: Tensor, keys: LayerKeys
+        self,
+        token_T: Tensor,
+        embed_VD: Tensor,
+        pos_T: Tensor,
+        cache: Planes,
+        cell_T: Tensor,
+        keys: LayerKeys,
     ) -> Tensor:
-        """Hidden states [T, D] of B blocks (T = B K), from the target's embeddings of the block.
-        The block's keys and values go to these cells of the cache."""
-        rope_T2E = self.rope_P2E[pos_T]
+        """Hidden states [T, D] of B blocks (T = B K) of tokens, embedded like the target's. The
+        block's keys and values go to these cells of the cache."""
+        norms = norms_of(self.layers, self.norm)
+        normed = embed_normed(token_T, embed_VD, norms[0].weight, norms[0].eps)
         for number, layer in enumerate(self.layers):
-            assert isinstance(layer, DecoderLayer)
-            heads = layer.project(x_TD, rope_T2E)
-            write_keys(cache, number, cell_T, heads.k_TGE, heads.v_TGE)
-            visible = keys.under(self.dims.decoder.windows[number])
-            x_TD = layer.finish(x_TD, attend(heads.q_THE, cache, number, visible))
-        hidden_TD: Tensor = self.norm(x_TD)
-        return hidden_TD
+            normed = layer(
+                normed, norms[number + 1], self.rope_P2E, pos_T, cache, number, cell_T, keys
+            )
+        return normed.made()
 
     def destinations(self) -> dict[str, Tensor]:
         """Checkpoint tensor name -> the part of a weight that it fills."""
@@ -152,7 +166,15 @@ class DFlash(nn.Module):
             "hidden_norm.weight": self.fuse_norm.weight,
             "norm.weight": self.norm.weight,
         }
-        for number, layer in enumerate(self.layers):
-            assert isinstance(layer, DecoderLayer)
+        for number, layer in enumerate(self._own_layers()):
             found |= layer.destinations(f"layers.{number}")
         return found
+
+
+def _stacked(modules: Sequence[Linear | RmsNorm | None]) -> Tensor:
+    """One tensor [L, ...] whose parts are the weights of these modules."""
+    weights = [module.weight for module in modules if module is not None]
+    whole = torch.stack([weight.detach() for weight in weights])
+    for weight, part in zip(weights, whole, strict=True):
+        weight.data = part
+    return whole

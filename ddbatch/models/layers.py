@@ -1,7 +1,7 @@
 """Layers that every family shares, in plain PyTorch.
 
 Knows nothing about checkpoints, rows or trees: tokens are a flat list with positions, and a forward
-is told which cached keys exist (addresses) and which keys each query may see (a mask).
+is told where the keys lie that each query may see.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ddbatch.models.dims import ModelDims, Rope
-from ddbatch_kernels.attention import attention
+from ddbatch_kernels.attention import RowKeys, attention
 
 
 class Planes(NamedTuple):
@@ -24,27 +24,15 @@ class Planes(NamedTuple):
     v_LXGE: Tensor
 
 
-class VisibleKeys(NamedTuple):
-    """Which keys a forward of B rows x Q tokens attends to.
-
-    addr_BZ: int64 cells of the cache planes: the row's committed keys and those of this forward
-    (any order, padding allowed). bias_BQZ: additive mask, 0 where visible, -inf elsewhere. A query
-    must see at least one key.
-    """
-
-    addr_BZ: Tensor
-    bias_BQZ: Tensor
-
-
 class LayerKeys(NamedTuple):
     """What layers see: `full` those without a window, `sliding` the others (`full` where there are
     none).
     """
 
-    full: VisibleKeys
-    sliding: VisibleKeys
+    full: RowKeys
+    sliding: RowKeys
 
-    def under(self, window: int | None) -> VisibleKeys:
+    def under(self, window: int | None) -> RowKeys:
         """What a layer with this window sees."""
         return self.full if window is None else self.sliding
 
@@ -95,18 +83,14 @@ def linear_float32(x_TD: Tensor, weight_VD: Tensor) -> Tensor:
 
 
 class GatedMlp(nn.Module):
-    """down(silu(gate(x)) * up(x)); gate and up are one matrix, so that they are one launch."""
+    """Weights of down(silu(gate(x)) * up(x)); gate and up are one matrix, so that they are one
+    product."""
 
     def __init__(self, dims: ModelDims, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.mlp_width = dims.mlp_width
         self.gate_up = Linear(dims.width, 2 * dims.mlp_width, dtype, device)
         self.down = Linear(dims.mlp_width, dims.width, dtype, device)
-
-    def forward(self, x_TD: Tensor) -> Tensor:
-        gate_TF, up_TF = self.gate_up(x_TD).split(self.mlp_width, dim=-1)
-        down_TD: Tensor = self.down(F.silu(gate_TF) * up_TF)
-        return down_TD
 
 
 def rope_frequencies(rope: Rope, head_width: int) -> Tensor:
@@ -139,33 +123,16 @@ def rope_table(rope: Rope, head_width: int, num_positions: int, device: torch.de
     return torch.stack((angle.cos(), angle.sin()), dim=1).to(device)
 
 
-def apply_rope(x_THE: Tensor, rope_T2E: Tensor) -> Tensor:
-    """Rotate (first half, second half) pairs of each head by its token's angles, in float32."""
-    cos_T1E, sin_T1E = rope_T2E[:, :1], rope_T2E[:, 1:]
-    x = x_THE.float()
-    first, second = x.chunk(2, dim=-1)
-    turned = torch.cat((-second, first), dim=-1)
-    return (x * cos_T1E + turned * sin_T1E).to(x_THE.dtype)
-
-
-def write_keys(cache: Planes, layer: int, cell_T: Tensor, k_TGE: Tensor, v_TGE: Tensor) -> None:
-    """Put a layer's keys and values of T tokens into their cells; int64 [T]. Only a cell that none
-    reads may be named twice."""
-    cache.k_LXGE[layer].index_copy_(0, cell_T, k_TGE)
-    cache.v_LXGE[layer].index_copy_(0, cell_T, v_TGE)
-
-
-def attend(q_THE: Tensor, cache: Planes, layer: int, keys: VisibleKeys) -> Tensor:
+def attend(q_THE: Tensor, cache: Planes, layer: int, keys: RowKeys) -> Tensor:
     """Attention of T = B x Q flat tokens over their rows' keys; [T, H * E].
 
     Each row is a batch entry of its own: not even a NaN reaches another row.
     """
     out_BQHE = attention(
-        q_THE.unflatten(0, keys.bias_BQZ.shape[:2]),
+        q_THE.unflatten(0, keys.stop_BQ.shape),
         cache.k_LXGE[layer],
         cache.v_LXGE[layer],
-        keys.addr_BZ,
-        keys.bias_BQZ,
+        keys,
         scale=q_THE.shape[-1] ** -0.5,
     )
     return out_BQHE.flatten(2).flatten(0, 1)

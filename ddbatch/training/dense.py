@@ -13,8 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ddbatch.models.decoder import DecoderLayer, Heads, Target
+from ddbatch.models.decoder import DecoderLayer, Target
 from ddbatch.models.dflash import DFlash
+from ddbatch_kernels.rope_append import apply_rope
 
 
 class DenseOutput(NamedTuple):
@@ -38,7 +39,7 @@ def target_states(
         window = target.dims.windows[number]
         is_visible_TT = (distance_TT >= 0) & (distance_TT < (window or T))
         heads = _project(layer, x_BTD, target.rope_P2E[pos_T.expand_as(token_BT)])
-        x_BTD = layer.finish(x_BTD, _attend(heads.q_THE, heads.k_TGE, heads.v_TGE, is_visible_TT))
+        x_BTD = _finish(layer, x_BTD, _attend(*heads, is_visible_TT))
         if number in tap_layers:
             tapped.append(x_BTD)
     feature_BTC = torch.cat(tapped, dim=-1) if tapped else x_BTD[..., :0]
@@ -79,20 +80,47 @@ def block_states(
         is_seen_BQZ = is_visible_BQZ
         if window is not None:  # as in the engine: sliding layers are causal inside the block
             is_seen_BQZ = is_visible_BQZ & (distance_BQZ >= 0) & (distance_BQZ < window)
-        context = layer.context(fused_BTD.flatten(0, 1), drafter.rope_P2E[pos_T].repeat(B, 1, 1))
-        k_BTGE, v_BTGE = (side.unflatten(0, (B, T)) for side in context)
-        heads = _project(layer, x_BQD, drafter.rope_P2E[pos_BQ])
-        k_BZGE = torch.cat((k_BTGE, heads.k_TGE), dim=1)
-        v_BZGE = torch.cat((v_BTGE, heads.v_TGE), dim=1)
-        x_BQD = layer.finish(x_BQD, _attend(heads.q_THE, k_BZGE, v_BZGE, is_seen_BQZ[:, None]))
+        # The fused features skip the layer's input norm, and no query is made of them.
+        context = _heads(layer, fused_BTD, drafter.rope_P2E[pos_T.expand(B, T)])
+        own = _project(layer, x_BQD, drafter.rope_P2E[pos_BQ])
+        k_BZGE = torch.cat((context.k_BTGE, own.k_BTGE), dim=1)
+        v_BZGE = torch.cat((context.v_BTGE, own.v_BTGE), dim=1)
+        attended_BQX = _attend(own.q_BTHE, k_BZGE, v_BZGE, is_seen_BQZ[:, None])
+        x_BQD = _finish(layer, x_BQD, attended_BQX)
     hidden_BAKD: Tensor = drafter.norm(x_BQD).unflatten(1, (A, K))
     return hidden_BAKD
 
 
-def _project(layer: DecoderLayer, x_BTD: Tensor, rope_BT2E: Tensor) -> Heads:
-    """Heads with the batch in front: [B, T, heads, E]."""
-    flat = layer.project(x_BTD.flatten(0, 1), rope_BT2E.flatten(0, 1))
-    return Heads(*(heads.unflatten(0, x_BTD.shape[:2]) for heads in flat))
+class _Heads(NamedTuple):
+    """Queries, keys (both roped) and values."""
+
+    q_BTHE: Tensor
+    k_BTGE: Tensor
+    v_BTGE: Tensor
+
+
+def _project(layer: DecoderLayer, x_BTD: Tensor, rope_BT2E: Tensor) -> _Heads:
+    """The layer's input, normed, as heads."""
+    return _heads(layer, layer.input_norm(x_BTD), rope_BT2E)
+
+
+def _heads(layer: DecoderLayer, x_BTD: Tensor, rope_BT2E: Tensor) -> _Heads:
+    H, G = layer.dims.heads, layer.dims.kv_heads
+    qkv = layer.qkv(x_BTD).unflatten(-1, (H + 2 * G, -1))
+    q, k, v = qkv.split([H, G, G], dim=2)
+    if layer.q_norm is not None and layer.k_norm is not None:
+        q, k = layer.q_norm(q), layer.k_norm(k)
+    rope_T2E = rope_BT2E.flatten(0, 1)
+    q, k = (apply_rope(x.flatten(0, 1), rope_T2E).view_as(x) for x in (q, k))
+    return _Heads(q, k, v)
+
+
+def _finish(layer: DecoderLayer, x_BTD: Tensor, attended_BTX: Tensor) -> Tensor:
+    """The layer's output: its input plus attention ([B, T, H * E]), plus the MLP of that."""
+    x_BTD = x_BTD + layer.out(attended_BTX)
+    gate, up = layer.mlp.gate_up(layer.mlp_norm(x_BTD)).chunk(2, dim=-1)
+    out_BTD: Tensor = x_BTD + layer.mlp.down(F.silu(gate) * up)
+    return out_BTD
 
 
 def _attend(q_BQHE: Tensor, k_BZGE: Tensor, v_BZGE: Tensor, is_visible: Tensor) -> Tensor:

@@ -1,7 +1,25 @@
 """The draft tree of each row."""
 
+from torch import Tensor
+
 from ddbatch_kernels.build_tree.reference import TreeNodes, build_tree_ref, tree_capacity
 
-build_tree = build_tree_ref
-
 __all__ = ["TreeNodes", "build_tree", "build_tree_ref", "tree_capacity"]
+
+
+def build_tree(
+    edge_BDRM: Tensor, candidate_BDM: Tensor, anchor_B: Tensor, *, out: TreeNodes
+) -> None:
+    """Write into `out` the anchor and the N - 1 most probable prefixes under the drafter's scores.
+
+    edge[b, d, r, m]: float32 log-prob of candidate m at depth d + 1 below a parent that is
+    candidate r of its depth (r = 0 where R = 1), descending in m. candidate_BDM, anchor_B: int64
+    tokens. D is at most 31; a tree of this depth and branching must have N - 1 nodes
+    (tree_capacity). N = 1 reads neither edges nor candidates.
+    """
+    if edge_BDRM.is_cuda:
+        from ddbatch_kernels.build_tree.kernel import build_tree_triton  # only a GPU needs Triton
+
+        build_tree_triton(edge_BDRM, candidate_BDM, anchor_B, out=out)
+    else:
+        build_tree_ref(edge_BDRM, candidate_BDM, anchor_B, out=out)

@@ -8,7 +8,7 @@ prefix before its extension. Log-probs are <= 0 and ranks are sorted, so a paren
 sibling precede a node, and the tree is the first `budget` nodes of this order.
 
 B rows, D draft depth, R parent ranks (1: scores do not depend on the parent), M candidates, N =
-budget + 1 nodes.
+budget + 1 nodes, W mask words.
 """
 
 from functools import cache
@@ -20,23 +20,24 @@ from torch import Tensor
 from ddbatch_kernels.ancestors import pack_ancestors
 
 # Sums are integers in units of 2^-40: exact, so that equal scores tie and order never depends on
-# the order of summation. The floor keeps 2^5 terms inside int64; only log-probs below -2^18 meet
+# the order of summation. The floor keeps a path's sum inside int64; only log-probs below -2^18 meet
 # it, and those that are no numbers.
 FIXED_POINT = 2.0**40
 FLOOR = -(2.0**58)
+MAX_DEPTH = 31
 
 
 class TreeNodes(NamedTuple):
-    """Node 0 is the root; nodes 1.. stand in the total order, so parent < child.
+    """Static tensors of the trees of all rows. Node 0 is the root, the last emitted token; nodes
+    1.. stand in the total order, so parent < child.
 
-    parent_BN: int64, -1 for the root. depth_BN: int64, 0 for the root. rank_BN: int64, which
-    candidate of its depth a node is (0 for the root). ancestor_BNW: int32 words
-    (ddbatch_kernels.ancestors).
+    token_BN: int64. parent_BN: int64, -1 for the root. depth_BN: int64, 0 for the root.
+    ancestor_BNW: int32 words (ddbatch_kernels.ancestors).
     """
 
+    token_BN: Tensor
     parent_BN: Tensor
     depth_BN: Tensor
-    rank_BN: Tensor
     ancestor_BNW: Tensor
 
 
@@ -58,15 +59,34 @@ class _Level(NamedTuple):
     parent_BY: Tensor  # place of the parent among the entries of all depths, -1 for the root
 
 
-def build_tree_ref(edge_BDRM: Tensor, budget: int) -> TreeNodes:
-    """The tree of each row; edge[b, d, r, m] is the float32 log-prob of candidate m at depth d + 1
-    below a parent that is candidate r of its depth (r = 0 where R = 1), descending in m.
+def build_tree_ref(
+    edge_BDRM: Tensor, candidate_BDM: Tensor, anchor_B: Tensor, *, out: TreeNodes
+) -> None:
+    """Write the tree of each row.
 
     A beam per depth keeps what can still be among the first `budget` nodes, then one selection over
-    all depths takes them. Shapes depend on (D, R, M, budget) alone.
+    all depths takes them. Shapes depend on (D, R, M, N) alone.
     """
+    D, M = candidate_BDM.shape[1:]
+    budget = out.token_BN.shape[1] - 1
+    assert D <= MAX_DEPTH, D
+    assert budget <= tree_capacity(D, M, budget), (budget, D, M)
+    out.token_BN[:, 0] = anchor_B
+    out.parent_BN[:, 0] = -1
+    out.depth_BN[:, 0] = 0
+    if budget:
+        levels = _beam(edge_BDRM, budget)
+        drafts = _select(levels, budget)
+        place = (drafts.depth_BY - 1) * M + drafts.rank_BY
+        out.token_BN[:, 1:] = candidate_BDM.flatten(1).gather(1, place)
+        out.parent_BN[:, 1:] = drafts.parent_BY
+        out.depth_BN[:, 1:] = drafts.depth_BY
+    out.ancestor_BNW.copy_(pack_ancestors(_ancestors(out.parent_BN, D)))
+
+
+def _beam(edge_BDRM: Tensor, budget: int) -> list[_Level]:
+    """Of every depth, from 1 on, the nodes that can be among the first `budget`."""
     B, D, R, M = edge_BDRM.shape
-    assert 1 <= budget <= tree_capacity(D, M, budget), (budget, D, M)
     device = edge_BDRM.device
     # NaN would overflow, and a node could stand under a parent that is not its own.
     edge = (edge_BDRM.double() * FIXED_POINT).round().nan_to_num(nan=FLOOR).clamp(FLOOR, 0.0).long()
@@ -96,10 +116,18 @@ def build_tree_ref(edge_BDRM: Tensor, budget: int) -> TreeNodes:
         )
         levels.append(level)
         start, width = start + width, order.shape[1]
-    return _select(levels, budget)
+    return levels
 
 
-def _select(levels: list[_Level], budget: int) -> TreeNodes:
+class _Drafts(NamedTuple):
+    """Nodes 1.. of the tree. rank_BY: which candidate of its depth a node is."""
+
+    parent_BY: Tensor
+    depth_BY: Tensor
+    rank_BY: Tensor
+
+
+def _select(levels: list[_Level], budget: int) -> _Drafts:
     """The first `budget` entries of all depths in the total order, numbered in that order."""
     score = torch.cat([level.score_BY for level in levels], dim=1)
     words = [
@@ -116,12 +144,7 @@ def _select(levels: list[_Level], budget: int) -> TreeNodes:
     parent_entry = torch.cat([level.parent_BY for level in levels], dim=1).gather(1, chosen)
     parent = torch.where(parent_entry < 0, 0, node_of_entry.gather(1, parent_entry.clamp(min=0)))
     rank = torch.cat([level.rank_BY for level in levels], dim=1).gather(1, chosen)
-    parent_BN = torch.nn.functional.pad(parent, (1, 0), value=-1)
-    depth_BN = torch.nn.functional.pad(depth.gather(1, chosen), (1, 0))
-    rank_BN = torch.nn.functional.pad(rank, (1, 0))
-    return TreeNodes(
-        parent_BN, depth_BN, rank_BN, pack_ancestors(_ancestors(parent_BN, len(levels)))
-    )
+    return _Drafts(parent, depth.gather(1, chosen), rank)
 
 
 def _ancestors(parent_BN: Tensor, max_depth: int) -> Tensor:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from enum import IntEnum
 
+CHECK_PRIME = 1_000_003
+
 
 class Finish(IntEnum):
     """Why a slot stopped; 0 while it is live. CANCELLED: the host asked for it."""
@@ -21,10 +23,11 @@ class Finish(IntEnum):
 class Fact(IntEnum):
     """Columns of what a program tells of a row or of a piece of a prompt, before its tokens.
 
-    CHECK: of a row the tokens that were committed before the round, of a piece its check_sum.
-    EMITTED: tokens that follow. ACCEPTED: drafted ones among them. DEPTH: the deepest node offered.
-    MAY_END: tokens up to the last that may end a stop string, 0 = none. ERROR: Error bits. Below
-    the rows one more row holds the number of the round or call in its first column.
+    CHECK: of a row the tokens that were committed before the round, of a piece the sum of its
+    tokens times their places (from 1), modulo CHECK_PRIME. EMITTED: tokens that follow.
+    ACCEPTED: drafted ones among them. DEPTH: the deepest node offered. MAY_END: tokens up to the
+    last that may end a stop string, 0 = none. ERROR: Error bits. Below the rows one more row holds
+    the number of the round or call in its first column.
     """
 
     SLOT = 0  # nobody: the row is inert
@@ -36,6 +39,13 @@ class Fact(IntEnum):
     FINISH = 6
     MAY_END = 7
     ERROR = 8
+
+
+class TokenFlag:
+    """Bits of what a token means to a slot."""
+
+    STOP_ID = 1  # it ends the sequence
+    MAY_END_STRING = 2  # it could complete a stop string: the host must look at the text
 
 
 class ChunkFact(IntEnum):

@@ -1,0 +1,342 @@
+"""Attention over pages and own tokens as one launch.
+
+A program takes a tile of the queries of one key head (the query heads that share it, packed) and
+one split of the prefix; own tokens follow the prefix's last split. Splits begin at absolute
+multiples of a fixed number of keys, so a row is summed up in the same order whatever stands beside
+it; the split that arrives last adds them up, in order. Knows nothing about trees: visible own
+tokens are bits.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ddbatch_kernels.attention.reference import RowKeys
+from ddbatch_kernels.overlap import OVERLAP, gdc_launch_dependents, gdc_wait
+
+LOG2_E = 1.4426950408889634
+
+
+class Setting(NamedTuple):
+    """How a launch is cut. lanes: (query, head) pairs a program; keys: looked at together; split:
+    keys of a split, a multiple of `keys`; warps, stages: as Triton knows them. All of it may change
+    bits, so it depends on the sizes of a plan alone."""
+
+    lanes: int
+    keys: int
+    split: int
+    warps: int
+    stages: int
+
+
+# (programs without splits up to, keys a split), found by tests/measure_attention.py: a few tiles a
+# program where programs do not fill the GPU.
+SPLITS = ((132, 128), (528, 1024))
+LARGE_SPLIT = 4096
+
+
+def setting_of(rows: int, kv_heads: int, queries: int, width: int, dtype: torch.dtype) -> Setting:
+    """For so many rows; queries: those of a row times the query heads of a key head; width: of a
+    head, padded."""
+    is_float32 = dtype == torch.float32
+    # What fits in registers: float32 takes no tensor cores and twice the space.
+    most, keys = (32, 32) if is_float32 else (128 if width <= 128 else 64, 64)
+    lanes = min(max(16, triton.next_power_of_2(queries)), most)
+    programs = rows * kv_heads * triton.cdiv(queries, lanes)
+    split = next((keys for most, keys in SPLITS if programs <= most), LARGE_SPLIT)
+    warps = 8 if lanes * width > 64 * 128 else 2 if lanes == 16 and programs > 132 else 4
+    # A tile's page is known some tiles ahead of its keys.
+    stages = 1 if is_float32 else 5 if width <= 128 else 2
+    return Setting(lanes, keys, split, warps, stages)
+
+
+def attention_triton(
+    q_BQHE: Tensor,
+    k_cache_XGE: Tensor,
+    v_cache_XGE: Tensor,
+    keys: RowKeys,
+    *,
+    scale: float,
+    setting: Setting | None = None,
+) -> Tensor:
+    """attention_ref on a GPU; q's strides are free, but its heads must be dense in E."""
+    B, Q, H, E = q_BQHE.shape
+    G = k_cache_XGE.shape[1]
+    assert k_cache_XGE.shape == v_cache_XGE.shape, (k_cache_XGE.shape, v_cache_XGE.shape)
+    assert k_cache_XGE.shape[2] == E, (k_cache_XGE.shape, E)
+    assert H % G == 0, (H, G)
+    assert keys.stop_BQ.shape == (B, Q), (keys.stop_BQ.shape, B, Q)
+    assert q_BQHE.stride(-1) == k_cache_XGE.stride(-1) == v_cache_XGE.stride(-1) == 1
+    assert k_cache_XGE.stride() == v_cache_XGE.stride()
+    queries, BLOCK_E = H // G * Q, max(16, triton.next_power_of_2(E))
+    cut = setting or setting_of(B, G, queries, BLOCK_E, q_BQHE.dtype)
+    assert cut.split % cut.keys == 0, cut
+    tiles = B * G * triton.cdiv(queries, cut.lanes)
+    splits = max(1, triton.cdiv(keys.num_keys, cut.split))
+    if keys.arrivals is None:
+        keys.arrivals = torch.zeros(tiles, dtype=torch.int32, device=q_BQHE.device)
+    assert keys.arrivals.numel() == tiles, (keys.arrivals.shape, tiles)
+    out_BQHE = torch.empty(B, Q, H, E, dtype=q_BQHE.dtype, device=q_BQHE.device)
+    # Of each split: sums, and the maximum and the total weight beside them.
+    parts = tiles * splits if splits > 1 else 1
+    part = torch.empty(parts, cut.lanes, BLOCK_E, dtype=torch.float32, device=q_BQHE.device)
+    stat = torch.empty(parts, 2, cut.lanes, dtype=torch.float32, device=q_BQHE.device)
+    first = keys.stop_BQ if keys.first_BQ is None else keys.first_BQ
+    own = keys.stop_BQ
+    if keys.own_BQW is not None:
+        own = keys.own_BQW.expand(B, Q, -1)
+        assert own.stride(-1) == 1 or own.shape[-1] == 1, own.stride()
+    _attention_kernel[(tiles, splits)](
+        q_BQHE,
+        k_cache_XGE,
+        v_cache_XGE,
+        out_BQHE,
+        part,
+        stat,
+        keys.arrivals,
+        keys.page_table_SP,
+        keys.slot_B,
+        first,
+        keys.stop_BQ,
+        own,
+        keys.own_cell,
+        Q,
+        keys.slot_B.stride(0),
+        keys.page_table_SP.stride(0),
+        q_BQHE.stride(0),
+        q_BQHE.stride(1),
+        q_BQHE.stride(2),
+        k_cache_XGE.stride(0),
+        k_cache_XGE.stride(1),
+        first.stride(0),
+        first.stride(1),
+        keys.stop_BQ.stride(0),
+        keys.stop_BQ.stride(1),
+        own.stride(0),
+        own.stride(1),
+        scale * LOG2_E,
+        G=G,
+        GROUP=H // G,
+        E=E,
+        PAGE=keys.page,
+        SPLIT=cut.split,
+        HAS_FIRST=keys.first_BQ is not None,
+        HAS_OWN=keys.own_BQW is not None,
+        BLOCK_M=cut.lanes,
+        BLOCK_E=BLOCK_E,
+        BLOCK_KEYS=cut.keys,
+        BLOCK_W=triton.next_power_of_2(triton.cdiv(Q, 32)),
+        num_warps=cut.warps,
+        num_stages=cut.stages,
+        **OVERLAP,
+    )
+    return out_BQHE
+
+
+@triton.jit(do_not_specialize=["own_cell"])
+def _attention_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    part_ptr,
+    stat_ptr,
+    arrivals_ptr,
+    page_table_ptr,
+    slot_ptr,
+    first_ptr,
+    stop_ptr,
+    own_ptr,
+    own_cell,
+    Q,
+    slot_stride,
+    table_stride,
+    q_stride_b,
+    q_stride_q,
+    q_stride_h,
+    cell_stride,
+    head_stride,
+    first_stride_b,
+    first_stride_q,
+    stop_stride_b,
+    stop_stride_q,
+    own_stride_b,
+    own_stride_q,
+    scale,
+    G: tl.constexpr,
+    GROUP: tl.constexpr,
+    E: tl.constexpr,
+    PAGE: tl.constexpr,
+    SPLIT: tl.constexpr,
+    HAS_FIRST: tl.constexpr,
+    HAS_OWN: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    if OVERLAPS:
+        gdc_wait()
+        gdc_launch_dependents()
+    tile = tl.program_id(0).to(tl.int64)
+    split = tl.program_id(1)
+    tiles = tl.cdiv(Q * GROUP, BLOCK_M)
+    row = tile // (G * tiles)
+    head = tile // tiles % G
+    lane_M = (tile % tiles * BLOCK_M).to(tl.int32) + tl.arange(0, BLOCK_M)
+    query_M = lane_M // GROUP
+    is_lane_M = query_M < Q
+    stop_M = tl.load(
+        stop_ptr + row * stop_stride_b + query_M * stop_stride_q, mask=is_lane_M, other=0
+    ).to(tl.int32)
+    last = tl.max(stop_M, axis=0)
+    num_splits = tl.maximum(tl.cdiv(last, SPLIT), 1)
+    if split >= num_splits:
+        return
+    e_E = tl.arange(0, BLOCK_E)
+    is_e_E = e_E < E
+    head_M = head * GROUP + lane_M % GROUP
+    at_ME = row * q_stride_b + query_M * q_stride_q + head_M * q_stride_h
+    at_ME = at_ME[:, None] + e_E[None, :]
+    is_query_ME = is_lane_M[:, None] & is_e_E[None, :]
+    q_ME = tl.load(q_ptr + at_ME, mask=is_query_ME, other=0.0)
+    best_M = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total_M = tl.zeros([BLOCK_M], tl.float32)
+    acc_ME = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
+
+    start = split * SPLIT
+    stop = tl.minimum(start + SPLIT, last)
+    if HAS_FIRST:
+        first_at = first_ptr + row * first_stride_b + query_M * first_stride_q
+        first_M = tl.load(first_at, mask=is_lane_M, other=0x7FFFFFFF).to(tl.int32)
+        # A window leaves most of a long prefix out: whole tiles of it are not even read.
+        start = tl.maximum(start, tl.min(first_M, axis=0) // BLOCK_KEYS * BLOCK_KEYS)
+    slot = tl.load(slot_ptr + row * slot_stride)
+    page_at = page_table_ptr + slot * table_stride
+    k_at_E = k_ptr + head * head_stride + e_E
+    v_at_E = v_ptr + head * head_stride + e_E
+    num_tiles = tl.maximum(tl.cdiv(stop - start, BLOCK_KEYS), 0)
+    end, num_whole = num_tiles, 0
+    if not HAS_FIRST:
+        # Tiles that all queries see whole need no masks.
+        seen_by_all = tl.min(tl.where(is_lane_M, stop_M, 0x7FFFFFFF), axis=0)
+        num_whole = tl.maximum(tl.minimum(seen_by_all, stop) - start, 0) // BLOCK_KEYS
+    if HAS_OWN:
+        word_W = tl.arange(0, BLOCK_W)
+        word_at_MW = own_ptr + row * own_stride_b + (query_M * own_stride_q)[:, None] + word_W
+        is_word_MW = is_lane_M[:, None] & (word_W * 32 < Q)[None, :]
+        word_MW = tl.load(word_at_MW, mask=is_word_MW, other=0)
+        if split == num_splits - 1:
+            end += tl.cdiv(Q, BLOCK_KEYS)
+    for number in range(num_whole):
+        at = start + number * BLOCK_KEYS
+        z_Z = at + tl.arange(0, BLOCK_KEYS)
+        if PAGE % BLOCK_KEYS == 0:
+            cell_Z = tl.load(page_at + at // PAGE) * PAGE + z_Z % PAGE
+        else:
+            cell_Z = tl.load(page_at + z_Z // PAGE) * PAGE + z_Z % PAGE
+        at_ZE = (cell_Z * cell_stride)[:, None]
+        if E == BLOCK_E:
+            k_ZE = tl.load(k_at_E[None, :] + at_ZE)
+            v_ZE = tl.load(v_at_E[None, :] + at_ZE)
+        else:
+            k_ZE = tl.load(k_at_E[None, :] + at_ZE, mask=is_e_E[None, :], other=0.0)
+            v_ZE = tl.load(v_at_E[None, :] + at_ZE, mask=is_e_E[None, :], other=0.0)
+        s_MZ = tl.dot(q_ME, tl.trans(k_ZE), input_precision="ieee")
+        best_M, total_M, acc_ME = _add_keys(s_MZ, v_ZE, best_M, total_M, acc_ME, scale)
+    for number in range(num_whole, end):
+        # One loop for both kinds of keys, so that loads run ahead over the border too.
+        is_prefix = number < num_tiles
+        at = tl.where(is_prefix, start + number * BLOCK_KEYS, (number - num_tiles) * BLOCK_KEYS)
+        z_Z = at + tl.arange(0, BLOCK_KEYS)
+        is_key_Z = z_Z < tl.where(is_prefix, stop, Q)
+        if PAGE % BLOCK_KEYS == 0:
+            # An own tile reads some page of the row's, and makes no use of it.
+            page = tl.load(page_at + tl.where(is_prefix, at // PAGE, 0))
+            cell_Z = page * PAGE + z_Z % PAGE
+        else:
+            in_pages_Z = z_Z < tl.where(is_prefix, stop, 0)
+            page_Z = tl.load(page_at + z_Z // PAGE, mask=in_pages_Z, other=0)
+            cell_Z = page_Z * PAGE + z_Z % PAGE
+        if HAS_OWN:
+            cell_Z = tl.where(is_prefix, cell_Z, own_cell + row * Q + z_Z)
+        at_ZE = (cell_Z * cell_stride)[:, None]
+        is_there_ZE = is_key_Z[:, None] & is_e_E[None, :]
+        k_ZE = tl.load(k_at_E[None, :] + at_ZE, mask=is_there_ZE, other=0.0)
+        v_ZE = tl.load(v_at_E[None, :] + at_ZE, mask=is_there_ZE, other=0.0)
+        sees_MZ = z_Z[None, :] < stop_M[:, None]
+        if HAS_FIRST:
+            sees_MZ &= z_Z[None, :] >= first_M[:, None]
+        if HAS_OWN:
+            sees_own_MZ = _sees_own(word_MW, at, z_Z, BLOCK_KEYS, BLOCK_W)
+            sees_MZ = tl.where(is_prefix, sees_MZ, sees_own_MZ)
+        s_MZ = tl.dot(q_ME, tl.trans(k_ZE), input_precision="ieee")
+        s_MZ = tl.where(sees_MZ, s_MZ, float("-inf"))
+        best_M, total_M, acc_ME = _add_keys(s_MZ, v_ZE, best_M, total_M, acc_ME, scale)
+    if num_splits > 1:
+        place_M = tl.arange(0, BLOCK_M)
+        part = tile * tl.num_programs(1)
+        part_at = part_ptr + (part * BLOCK_M + place_M)[:, None] * BLOCK_E + e_E[None, :]
+        stat_at = stat_ptr + part * 2 * BLOCK_M + place_M
+        tl.store(part_at + split * BLOCK_M * BLOCK_E, acc_ME)
+        tl.store(stat_at + split * 2 * BLOCK_M, best_M)
+        tl.store(stat_at + split * 2 * BLOCK_M + BLOCK_M, total_M)
+        # Every thread's stores come before the count that tells of them.
+        tl.debug_barrier()
+        arrived = tl.atomic_add(arrivals_ptr + tile, 1, sem="acq_rel")
+        if arrived < num_splits - 1:
+            return
+        tl.store(arrivals_ptr + tile, 0)  # for the next layer
+        best_M = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        total_M = tl.zeros([BLOCK_M], tl.float32)
+        acc_ME = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
+        for number in range(num_splits):
+            # Past the L1: another multiprocessor wrote these.
+            its_best_M = tl.load(stat_at + number * 2 * BLOCK_M, cache_modifier=".cg")
+            its_total_M = tl.load(stat_at + number * 2 * BLOCK_M + BLOCK_M, cache_modifier=".cg")
+            its_acc_ME = tl.load(part_at + number * BLOCK_M * BLOCK_E, cache_modifier=".cg")
+            new_best_M = tl.maximum(best_M, its_best_M)
+            shift_M = tl.where(new_best_M == float("-inf"), 0.0, new_best_M)
+            old_M, its_M = tl.exp2(best_M - shift_M), tl.exp2(its_best_M - shift_M)
+            total_M = total_M * old_M + its_total_M * its_M
+            acc_ME = acc_ME * old_M[:, None] + its_acc_ME * its_M[:, None]
+            best_M = new_best_M
+    # Zeros, and no 0 / 0, where no key was visible.
+    acc_ME = acc_ME / tl.where(total_M == 0.0, 1.0, total_M)[:, None]
+    out_at_ME = ((row * Q + query_M) * (G * GROUP) + head_M)[:, None] * E + e_E[None, :]
+    tl.store(out_ptr + out_at_ME, acc_ME.to(out_ptr.dtype.element_ty), mask=is_query_ME)
+
+
+@triton.jit
+def _add_keys(s_MZ, v_ZE, best_M, total_M, acc_ME, scale):
+    """Take a tile of keys, by their raw scores, into the running maximum (of scaled scores, powers
+    of two), weight and sum."""
+    new_best_M = tl.maximum(best_M, tl.max(s_MZ, axis=1) * scale)
+    # A query that has seen no key yet has no finite maximum.
+    shift_M = tl.where(new_best_M == float("-inf"), 0.0, new_best_M)
+    p_MZ = tl.exp2(s_MZ * scale - shift_M[:, None])
+    old_M = tl.exp2(best_M - shift_M)
+    total_M = total_M * old_M + tl.sum(p_MZ, axis=1)
+    acc_ME = tl.dot(p_MZ.to(v_ZE.dtype), v_ZE, acc_ME * old_M[:, None], input_precision="ieee")
+    return new_best_M, total_M, acc_ME
+
+
+@triton.jit
+def _sees_own(word_MW, at, z_Z, BLOCK_KEYS: tl.constexpr, BLOCK_W: tl.constexpr):
+    """Bool [BLOCK_M, BLOCK_KEYS]: the bits of own tokens from `at` on, a multiple of BLOCK_KEYS."""
+    number_W = tl.arange(0, BLOCK_W)
+    for part in tl.static_range(BLOCK_KEYS // 32):
+        is_word_W = number_W == at // 32 + part
+        word_M = tl.sum(tl.where(is_word_W[None, :], word_MW, 0), axis=1)
+        is_set_MZ = ((word_M[:, None] >> (z_Z % 32)[None, :]) & 1) != 0
+        if part == 0:
+            sees_MZ = is_set_MZ
+        else:
+            sees_MZ = tl.where((z_Z - at < part * 32)[None, :], sees_MZ, is_set_MZ)
+    return sees_MZ

@@ -1,0 +1,143 @@
+"""Which way a product of a layer is made, and in which tiles: the one table, of sizes alone.
+
+T tokens, N rows of the weight, K their width. Chosen by tests/measure_linears.py on an H200. Knows
+nothing about kernels.
+"""
+
+from enum import Enum
+from typing import NamedTuple
+
+import torch
+
+
+class Op(Enum):
+    """Products that have a kernel of their own."""
+
+    ADD = "linear_add"
+    GATED = "gated_linear"
+    HEADS = "project_heads, and its product where that is a launch of its own"
+    NORMED_HEADS = "project_heads, heads with norms"
+
+
+class Way(Enum):
+    """How an op is made: all in one Triton kernel; the product in one, the rest in another; the
+    product by cuBLAS, with PyTorch's norm before it and an elementwise kernel behind it."""
+
+    ONE_LAUNCH = 1
+    TWO_LAUNCHES = 2
+    CUBLAS = 3
+
+
+class Loop(NamedTuple):
+    """How a program goes along K: rows of the weight that it owns, length of a block, warps, and
+    bytes of shared memory for blocks in flight."""
+
+    outputs: int
+    depth: int
+    warps: int
+    shared: int
+
+
+class Tile(NamedTuple):
+    """Launch settings: tokens x rows of the weight a program, length of a block of K, and stages,
+    which are one more than the blocks that shared memory is taken for."""
+
+    tokens: int
+    outputs: int
+    depth: int
+    warps: int
+    stages: int
+
+
+class Row(NamedTuple):
+    """Of the table: for up to `most` tokens, tokens a program and how it goes along K."""
+
+    most: int
+    tokens: int
+    loop: Loop
+
+
+KB = 1 << 10
+MOST_SHARED = 227 * KB  # of a program
+LARGE = 1 << 22  # elements of a weight that takes longer to read than a kernel to start
+# For small weights and for large ones; more tokens than the last row has are cuBLAS's.
+TABLE: dict[Op, tuple[tuple[Row, ...], tuple[Row, ...]]] = {
+    Op.ADD: (
+        (
+            Row(16, 16, Loop(16, 128, 4, 96 * KB)),
+            Row(32, 32, Loop(16, 128, 4, 96 * KB)),
+            Row(128, 64, Loop(16, 128, 4, 96 * KB)),
+            Row(288, 64, Loop(32, 128, 4, 96 * KB)),
+            Row(512, 64, Loop(64, 64, 4, 64 * KB)),
+        ),
+        (Row(16, 16, Loop(32, 128, 4, 96 * KB)), Row(64, 64, Loop(32, 128, 4, 96 * KB))),
+    ),
+    Op.GATED: (
+        (
+            Row(16, 16, Loop(32, 64, 4, 96 * KB)),
+            Row(32, 32, Loop(32, 64, 4, 96 * KB)),
+            Row(128, 64, Loop(64, 64, 4, 96 * KB)),
+            Row(384, 64, Loop(128, 64, 4, 72 * KB)),
+            Row(768, 128, Loop(64, 64, 8, 72 * KB)),
+            Row(2304, 128, Loop(128, 64, 8, 64 * KB)),
+        ),
+        (Row(16, 16, Loop(32, 128, 4, 96 * KB)), Row(64, 64, Loop(128, 64, 8, 192 * KB))),
+    ),
+    Op.HEADS: (
+        (
+            Row(16, 16, Loop(16, 64, 4, 96 * KB)),
+            Row(32, 32, Loop(16, 64, 4, 96 * KB)),
+            Row(64, 64, Loop(16, 64, 4, 96 * KB)),
+            Row(128, 64, Loop(32, 64, 4, 48 * KB)),
+            Row(768, 64, Loop(64, 64, 4, 64 * KB)),
+            Row(2304, 128, Loop(64, 64, 8, 72 * KB)),
+        ),
+        (Row(16, 16, Loop(32, 128, 4, 96 * KB)), Row(64, 64, Loop(64, 128, 4, 192 * KB))),
+    ),
+    Op.NORMED_HEADS: (
+        (
+            Row(16, 16, Loop(16, 64, 4, 96 * KB)),
+            Row(32, 32, Loop(16, 64, 4, 96 * KB)),
+            Row(768, 64, Loop(64, 64, 4, 64 * KB)),
+            Row(2304, 128, Loop(64, 64, 8, 72 * KB)),
+        ),
+        (Row(16, 16, Loop(16, 64, 8, 192 * KB)), Row(64, 64, Loop(16, 64, 8, 192 * KB))),
+    ),
+}
+MOST_TOKENS = max(rows[-1].most for both in TABLE.values() for rows in both)
+
+
+def way_of(op: Op, T: int, N: int, K: int, dtype: torch.dtype) -> Way:
+    """The way for these sizes. float32 always goes to cuBLAS: without tensor cores the rows that
+    fill a tile up cost as much as others."""
+    is_large = N * K >= LARGE
+    if dtype == torch.float32 or TABLE[op][is_large][-1].most < T:
+        return Way.CUBLAS
+    return Way.TWO_LAUNCHES if op is Op.NORMED_HEADS and is_large else Way.ONE_LAUNCH
+
+
+def tile_of(op: Op, T: int, N: int, K: int, dtype: torch.dtype, *, head_width: int = 0) -> Tile:
+    """The tile of a launch. head_width: of heads with norms, which may not be cut."""
+    rows = TABLE[op][N * K >= LARGE]
+    row = next((row for row in rows if row.most >= T), rows[-1])
+    loop = whole_head(row.loop, head_width) if op is Op.NORMED_HEADS else row.loop
+    return make_tile(row.tokens, K, dtype, loop)
+
+
+def whole_head(loop: Loop, head_width: int) -> Loop:
+    """The loop with as many rows of the weight as a head has, made a power of two."""
+    return loop._replace(outputs=max(loop.outputs, 1 << (head_width - 1).bit_length()))
+
+
+def make_tile(tokens: int, K: int, dtype: torch.dtype, loop: Loop) -> Tile:
+    """Fill in what follows from the sizes."""
+    depth, warps = loop.depth, loop.warps
+    if dtype == torch.float32:
+        tokens, depth = 16, 32  # operands lie in registers
+    elif depth > 64 and K % depth and K % (depth // 2) == 0:
+        depth //= 2  # whole blocks need no masks
+    if tokens * loop.outputs > 8192:
+        warps = max(warps, 8)  # sums lie in registers
+    block = (tokens + loop.outputs) * depth * dtype.itemsize
+    stages = max(1, min(loop.shared // block, -(-K // depth))) + 1
+    return Tile(tokens, loop.outputs, depth, warps, min(stages, MOST_SHARED // block))
