@@ -29,6 +29,8 @@ PLACES = {
     "ddbatch.models.decoder.linear_add": "matmul",
     "ddbatch.models.decoder.gated_linear": "matmul",
     "ddbatch.models.layers.attention": "attention",
+    "ddbatch.models.decoder.embed_normed": "embedding",
+    "ddbatch.models.dflash.embed_normed": "embedding",
     "ddbatch.models.decoder.linear_float32": "head",
     "ddbatch.engine.verify.row_keys": "addresses",
     "ddbatch.engine.draft.row_keys": "addresses",

@@ -152,9 +152,9 @@ def test_slots_are_contiguous_on_a_cpu() -> None:
         ("cpu", 200, 16, (64, 128, 192, 208)),
         ("cuda", 1, None, (64,)),
         ("cuda", 128, None, (128,)),
-        ("cuda", 129, None, (128, 192)),
-        ("cuda", 1000, None, (128, 256, 512, 1024)),
-        ("cuda", 1100, None, (128, 256, 512, 1024, 1152)),
+        ("cuda", 1000, None, (1024,)),
+        ("cuda", 1100, None, (1024, 1152)),
+        ("cuda", 5000, None, (1024, 2048, 4096, 5056)),
     ],
 )
 def test_key_counts_are_steps_on_a_cpu_and_powers_of_two_on_a_gpu(

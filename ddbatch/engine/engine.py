@@ -127,6 +127,7 @@ class Engine:
         self._seats: dict[int, Seat] = {}
         self._pieces: deque[Piece] = deque()  # that wait for a prefill call
         self._num_loaded = 0  # seats whose prompts are all launched
+        self._longest = 0  # no sequence on a row has more committed tokens
         self._closing: list[Closing] = []
         self._waiting: TokenPrompt | None = None
         self._pending: deque[_Pending] = deque()
@@ -174,17 +175,10 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> None:
         """Launch one round over the rows."""
-        # What is launched and not read may have added as much to every sequence.
-        reach = (self.plan.draft_depth + 1) * sum(item.pieces is None for item in self._pending)
-        longest = max(
-            (
-                min(seat.length + reach, seat.most)
-                for seat in self._seats.values()
-                if seat.is_loaded
-            ),
-            default=0,
-        )
-        self.programs.round(RoundShape(self._num_keys(longest), self._draw))
+        if self._num_keys(self._longest) > self.cache_plan.key_counts[0]:
+            self._longest = self._measure_longest()
+        self.programs.round(RoundShape(self._num_keys(self._longest), self._draw))
+        self._longest += self.plan.draft_depth + 1
         self._push(self.stats.rounds, None)
         self.stats.rounds += 1
         self.stats.row_rounds += self.plan.rows
@@ -236,6 +230,7 @@ class Engine:
             if piece.is_last:
                 self._seats[piece.placed.slot].is_loaded = True
                 self._num_loaded += 1
+                self._longest = max(self._longest, piece.stop)
 
     def _push(self, number: int, pieces: list[Piece] | None) -> None:
         """Have the record of what was just launched copied."""
@@ -244,9 +239,18 @@ class Engine:
             self._read(self._pending.popleft())
         self._pending.append(_Pending(number, ring.push(), pieces))
 
+    def _measure_longest(self) -> int:
+        """Committed tokens of the longest sequence on a row, at most."""
+        # What is launched and not read may have added as much to every sequence.
+        reach = (self.plan.draft_depth + 1) * sum(item.pieces is None for item in self._pending)
+        loaded = (seat for seat in self._seats.values() if seat.is_loaded)
+        return max((min(seat.length + reach, seat.most) for seat in loaded), default=0)
+
     def _num_keys(self, length: int) -> int:
-        """Keys that attention looks at for sequences of up to so many."""
-        return next(count for count in self.cache_plan.key_counts if count >= length)
+        """Keys that attention looks at for sequences of up to so many; no sequence has more than
+        the last count."""
+        counts = self.cache_plan.key_counts
+        return next((count for count in counts if count >= length), counts[-1])
 
     def _read(self, pending: _Pending) -> None:
         """Take what a program told; wait for it where it is still under way."""
@@ -269,7 +273,8 @@ class Engine:
             else:
                 seat.take(item)
             self.stats.output_tokens += len(item.token_ids)
-            self._close_if_done(seat, item)
+            if item.finish is not Finish.LIVE:
+                self._close(seat, item)
         if sound:
             self.acceptance.add(*np.array(sound).T)
 
@@ -282,10 +287,8 @@ class Engine:
         elif seat.may_end > watched.num_fed:
             self._stop_watch.feed(watched, seat.token_ids[watched.num_fed :])
 
-    def _close_if_done(self, seat: Seat, facts: RowFacts) -> None:
+    def _close(self, seat: Seat, facts: RowFacts) -> None:
         """Free the slot of a sequence that has ended. What it was waits until its text is known."""
-        if facts.finish is Finish.LIVE:
-            return
         ids, watched = seat.token_ids, seat.watched
         text_end = len(ids) - (facts.finish is Finish.STOP)  # a stop token is no text
         if watched is not None and min(seat.may_end, text_end) > watched.num_fed:

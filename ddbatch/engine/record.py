@@ -10,12 +10,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 from torch import Tensor
 
 from ddbatch.core import RunError, TokenLogprobs
 from ddbatch_kernels.facts import CHECK_PRIME, ERRORS, Fact, Finish
 
 _INT32 = (1 << 31) - 1
+_FINISHES = tuple(Finish)
+assert [int(finish) for finish in _FINISHES] == list(range(len(_FINISHES)))
 
 
 def check_sum(token_ids: Sequence[int]) -> int:
@@ -41,43 +44,55 @@ class RowFacts(NamedTuple):
 def read_record(copies: Sequence[Tensor], number: int, nobody: int, what: str) -> list[RowFacts]:
     """Facts of the live rows of a record. RunError where it is not the `number`-th one, or the
     device found something wrong."""
-    table = copies[0].tolist()
-    if table[-1][0] & _INT32 != number & _INT32:
+    table_BX = copies[0].numpy()
+    seen = int(table_BX[-1, 0])
+    if seen & _INT32 != number & _INT32:
         raise RunError(
-            f"engine: the record of {what} {table[-1][0]} came where {number} was expected; "
+            f"engine: the record of {what} {seen} came where {number} was expected; "
             "nothing of it can be trusted"
         )
-    found = []
-    for row, line in enumerate(table[:-1]):
-        if line[Fact.SLOT] == nobody:
-            continue
-        if line[Fact.ERROR]:
-            bad = [text for bit, text in ERRORS.items() if line[Fact.ERROR] & bit]
-            raise RunError(
-                f"engine: {what} {number}, row {row}, slot {line[Fact.SLOT]}: {', '.join(bad)}; "
-                "nothing of this round can be trusted"
-            )
-        if line[Fact.FINISH] not in iter(Finish):
-            raise RunError(f"engine: {what} {number}, row {row}: no such end: {line[Fact.FINISH]}")
-        count = line[Fact.EMITTED]
-        found.append(
-            RowFacts(
-                row,
-                line[Fact.SLOT],
-                line[Fact.GENERATION],
-                line[Fact.CHECK],
-                line[Fact.ACCEPTED],
-                line[Fact.DEPTH],
-                Finish(line[Fact.FINISH]),
-                line[Fact.MAY_END],
-                line[len(Fact) : len(Fact) + count],
-                _logprobs(copies[1:], row, count),
-            )
+    # Hundreds of rows are read while one round runs: what is rare is looked for in all at once.
+    live = np.flatnonzero(table_BX[:-1, Fact.SLOT] != nobody)
+    lines = table_BX[live]
+    for place in np.flatnonzero(lines[:, Fact.ERROR])[:1]:
+        bad = [text for bit, text in ERRORS.items() if lines[place, Fact.ERROR] & bit]
+        raise RunError(
+            f"engine: {what} {number}, row {live[place]}, slot {lines[place, Fact.SLOT]}: "
+            f"{', '.join(bad)}; nothing of this round can be trusted"
         )
-    return found
+    finish_L = lines[:, Fact.FINISH]
+    for place in np.flatnonzero((finish_L < 0) | (finish_L >= len(_FINISHES)))[:1]:
+        raise RunError(
+            f"engine: {what} {number}, row {live[place]}: no such end: {finish_L[place]}"
+        )
+    has_logprobs = len(copies) > 1
+    return [
+        RowFacts(
+            row,
+            slot,
+            generation,
+            check,
+            accepted,
+            depth,
+            _FINISHES[finish],
+            may_end,
+            tokens[:count],
+            _logprobs(copies[1:], row, count) if has_logprobs else None,
+        )
+        for row, (
+            slot,
+            generation,
+            check,
+            count,
+            accepted,
+            depth,
+            finish,
+            may_end,
+            _,
+            *tokens,
+        ) in zip(live.tolist(), lines.tolist(), strict=True)
+    ]
 
 
-def _logprobs(copies: Sequence[Tensor], row: int, count: int) -> TokenLogprobs | None:
-    if not copies:
-        return None
+def _logprobs(copies: Sequence[Tensor], row: int, count: int) -> TokenLogprobs:
     return TokenLogprobs(*(copy[row, :count].tolist() for copy in copies))

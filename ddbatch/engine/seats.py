@@ -70,11 +70,10 @@ class Seat:
     may_end: int = 0
     is_loaded: bool = False
     is_cancelled: bool = False
+    length: int = field(init=False)  # committed tokens: all but the last emitted one
 
-    @property
-    def length(self) -> int:
-        """Committed tokens: all but the last emitted one."""
-        return len(self.placed.prompt.token_ids) + max(0, len(self.token_ids) - 1)
+    def __post_init__(self) -> None:
+        self.length = len(self.placed.prompt.token_ids)
 
     @property
     def most(self) -> int:
@@ -86,7 +85,9 @@ class Seat:
         """Append what a program emitted."""
         if facts.may_end:
             self.may_end = len(self.token_ids) + facts.may_end
-        self.token_ids += facts.token_ids
+        if facts.token_ids:
+            self.length += len(facts.token_ids) - (not self.token_ids)
+            self.token_ids += facts.token_ids
         if facts.logprobs is not None:
             self.told.append(facts.logprobs)
 

@@ -50,8 +50,8 @@ def setting_of(rows: int, kv_heads: int, queries: int, width: int, dtype: torch.
     programs = rows * kv_heads * triton.cdiv(queries, lanes)
     split = next((keys for most, keys in SPLITS if programs <= most), LARGE_SPLIT)
     warps = 8 if lanes * width > 64 * 128 else 2 if lanes == 16 and programs > 132 else 4
-    # A tile's page is known some tiles ahead of its keys.
-    stages = 1 if is_float32 else 5 if width <= 128 else 2
+    # A tile's page is known a tile ahead of its keys.
+    stages = 1 if is_float32 else 4 if width <= 64 else 3 if width <= 128 else 2
     return Setting(lanes, keys, split, warps, stages)
 
 
