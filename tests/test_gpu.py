@@ -1,4 +1,4 @@
-"""The engine on a CUDA device with plain PyTorch ops: what the CPU tests say holds there too."""
+"""The engine on a CUDA device: what the CPU tests say holds there too."""
 
 from __future__ import annotations
 

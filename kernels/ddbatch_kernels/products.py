@@ -1,4 +1,3 @@
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """The loop of a product of few rows with a weight that is read once: x W^T, and what stands around
 it: weights asked for ahead of time, and the rest of a norm that ddbatch_kernels.normed begins.
 

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """Gathers rows of the embedding, a program each, which also begins their norm."""
 
 import torch

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """silu(h Wg^T) * (h Wu^T) of h = RMSNorm(x): one launch for few tokens, three for many.
 
 The one launch keeps gate and up in float32 to the end and rounds once.

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """residual + x W^T in one launch, ours for few tokens and cuBLAS' for many; both round once.
 
 Ours also scales what it made by the weight of the next norm and sums its squares, those of the

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """Norm, projection, rope and the write to cells: in one launch for few tokens, in two where heads
 have norms and weights are large, in three for many tokens. All round where the reference does.
 

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """RMSNorm(x) W^T + bias in one launch, if the norm was begun: the product of project_heads where
 the rest is a launch of its own."""
 

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """Norm, rope and the write to cells in one launch: element by element, for any number of layers.
 
 `finish_heads` is also the end of project_heads, which has the sums of its product in registers.

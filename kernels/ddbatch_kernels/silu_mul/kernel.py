@@ -1,4 +1,3 @@
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """silu(gate) * up in one pass, for products that are too large to end in it.
 
 Rounded once, where PyTorch also rounds silu(gate). Knows nothing about the product before it.
