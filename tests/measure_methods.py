@@ -2,11 +2,12 @@
 
     python tests/measure_methods.py TARGET DRAFTER PROMPTS.jsonl [--dtype bfloat16] [--rows 1 8]
 
-PROMPTS has one {"token_ids": [...]} a line; they are repeated up to --num-prompts. All arms of a
-number of rows share a process; each has one engine, which is warmed by a pass, and then timed
-passes of the arms take turns. A line gives the median of an arm's passes and their spread. Time is
-the whole of Engine.run: prefill, rounds, drain and the collection of results. With --calls a call
-has as many prompts as rows, and the next one waits for its last token. --transformers adds
+PROMPTS has one {"token_ids": [...]} or {"prompt": "..."} a line, the latter a chat's first turn in
+the target's template; they are repeated up to --num-prompts. All arms of a number of rows share a
+process; each has one engine, which is warmed by a pass, and then timed passes of the arms take
+turns. A line gives the median of an arm's passes and their spread. Time is the whole of Engine.run:
+prefill, rounds, drain and the collection of results. With --calls a call has as many prompts as
+rows, and the next one waits for its last token. --transformers adds
 `generate` of Hugging Face transformers on the same target, in full batches of as many rows.
 """
 
@@ -92,7 +93,7 @@ class Line(NamedTuple):
 def main() -> None:
     args = parse()
     device = pick_device()
-    prompts = [tuple(json.loads(line)["token_ids"]) for line in args.prompts.open()]
+    prompts = read_prompts(args.prompts, args.target)
     max_len = max(map(len, prompts)) + args.max_new_tokens
     pair = open_pair(args.target, args.drafter, args.dtype, device, max_len)
     model = load_transformers(args.target, pair) if args.transformers else None
@@ -119,6 +120,19 @@ def main() -> None:
         numbers = [numbers_of(line) for line in lines]
         save(args.json, {"headline": headline(pair), "lines": numbers})
     print(table(HEADS, rows_of(lines)))
+
+
+def read_prompts(path: Path, target: Path) -> list[tuple[int, ...]]:
+    """Token ids of the prompts of a file."""
+    lines = [json.loads(line) for line in path.open(encoding="utf-8")]
+    if all("token_ids" in line for line in lines):
+        return [tuple(line["token_ids"]) for line in lines]
+    from transformers import AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(target)
+    chats = [[{"role": "user", "content": line["prompt"]}] for line in lines]
+    made = tokenizer.apply_chat_template(chats, add_generation_prompt=True, return_dict=True)
+    return [tuple(ids) for ids in made["input_ids"]]
 
 
 def measure_rows(
