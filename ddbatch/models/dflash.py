@@ -21,6 +21,7 @@ from ddbatch.models.decoder import DecoderLayer, norms_of
 from ddbatch.models.decoder_config import read_decoder, read_layer_types
 from ddbatch.models.dims import DrafterDims
 from ddbatch.models.layers import LayerKeys, Linear, Planes, RmsNorm, rope_table
+from ddbatch_kernels.build_tree import MAX_DEPTH
 from ddbatch_kernels.embed_normed import embed_normed
 from ddbatch_kernels.rope_append import rope_append
 
@@ -38,8 +39,11 @@ def read_drafter_dims(folder: Path) -> DrafterDims:
     _check_variant(dflash, windows)
     has_block = dflash.values.get("block_size") is not None
     block = (dflash if has_block else config).positive("block_size")
-    if block < 2:
-        raise ValueError(f"{config.where}: block_size={block}: at least 2 is required")
+    if not 2 <= block <= MAX_DEPTH + 1:
+        raise ValueError(
+            f"{config.where}: block_size={block}: 2..{MAX_DEPTH + 1} is required: trees are at most "
+            f"{MAX_DEPTH} deep"
+        )
     num_target_layers = config.positive("num_target_layers")
     tap_layers = dflash.int_list("target_layer_ids")
     # The last layer is left out: its entry of hidden_states is taken after the final norm by some

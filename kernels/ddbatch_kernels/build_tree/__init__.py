@@ -2,9 +2,14 @@
 
 from torch import Tensor
 
-from ddbatch_kernels.build_tree.reference import TreeNodes, build_tree_ref, tree_capacity
+from ddbatch_kernels.build_tree.reference import (
+    MAX_DEPTH,
+    TreeNodes,
+    build_tree_ref,
+    tree_capacity,
+)
 
-__all__ = ["TreeNodes", "build_tree", "build_tree_ref", "tree_capacity"]
+__all__ = ["MAX_DEPTH", "TreeNodes", "build_tree", "build_tree_ref", "tree_capacity"]
 
 
 def build_tree(
