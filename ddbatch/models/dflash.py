@@ -41,8 +41,8 @@ def read_drafter_dims(folder: Path) -> DrafterDims:
     block = (dflash if has_block else config).positive("block_size")
     if not 2 <= block <= MAX_DEPTH + 1:
         raise ValueError(
-            f"{config.where}: block_size={block}: 2..{MAX_DEPTH + 1} is required: trees are at most "
-            f"{MAX_DEPTH} deep"
+            f"{config.where}: block_size={block}: 2..{MAX_DEPTH + 1} is required: no tree is "
+            f"deeper than {MAX_DEPTH}"
         )
     num_target_layers = config.positive("num_target_layers")
     tap_layers = dflash.int_list("target_layer_ids")
