@@ -36,7 +36,7 @@ class Setting(NamedTuple):
 
 # (programs without splits up to, keys a split), found by tests/measure_attention.py: a few tiles a
 # program where programs do not fill the GPU.
-SPLITS = ((48, 128), (132, 256), (528, 1024))
+SPLITS = ((132, 128), (528, 1024))
 LARGE_SPLIT = 4096
 
 
