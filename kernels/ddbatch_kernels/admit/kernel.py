@@ -15,6 +15,7 @@ def admit_triton(rows: Rows, ready: Ready) -> None:
     """admit_ref on a GPU."""
     B, ring = len(rows.slot_B), len(ready.slot_Y) - 1
     assert ring > 0, ready.slot_Y.shape
+    assert all(tensor.is_contiguous() for tensor in (*rows, *ready))
     _admit_kernel[(1,)](
         *rows,
         *ready,

@@ -71,6 +71,7 @@ def attention_triton(
     assert k_cache_XGE.shape[2] == E, (k_cache_XGE.shape, E)
     assert H % G == 0, (H, G)
     assert keys.stop_BQ.shape == (B, Q), (keys.stop_BQ.shape, B, Q)
+    assert keys.page_table_SP.is_contiguous(), keys.page_table_SP.stride()
     assert q_BQHE.stride(-1) == k_cache_XGE.stride(-1) == v_cache_XGE.stride(-1) == 1
     assert k_cache_XGE.stride() == v_cache_XGE.stride()
     queries, BLOCK_E = H // G * Q, max(16, triton.next_power_of_2(E))
