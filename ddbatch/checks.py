@@ -112,7 +112,7 @@ RULES: dict[str, Rule] = {
 # Options of the engine's later releases: nothing but the default is accepted.
 NOT_BUILT: dict[str, str] = {
     "model": "revision",
-    "engine": "spine reproducible",
+    "engine": "spine",
     "shards": "wait",
 }
 

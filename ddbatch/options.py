@@ -86,7 +86,8 @@ DESCRIPTIONS: dict[str, str] = {
     "engine.gate": "on CUDA: hold a plan against plain decoding before it serves rows",
     "engine.on_gate_failure": "stop the run, or go on with a plan that passes the gate",
     "engine.audit_rate": "share of the finished rows (the longest) scored again by plain decoding",
-    "engine.reproducible": "equal bits whatever the budget, the rows and the workers",
+    "engine.reproducible": "on CUDA: equal bits whatever the method, the budget, the rows and the "
+    "workers; slower",
     "output.part_seconds": "seconds until a part is closed: what a kill -9 costs at most",
     "output.part_rows": "rows after which a part is closed",
     "output.max_error_rate": "more rejected rows than this share end the run with 3",

@@ -7,7 +7,8 @@ arms or tables.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, NamedTuple
@@ -36,6 +37,14 @@ PLACES = {
     "ddbatch.engine.draft.row_keys": "addresses",
     "ddbatch.engine.verify.choose": "draw",
     "ddbatch.engine.draft.top_candidates": "candidates",
+}
+# ... or, of a kernel of ours, which the profiler ties to no op, this, else its own name; ...
+KERNELS = {
+    "_project_heads_kernel": "matmul",
+    "_normed_linear_kernel": "matmul",
+    "_linear_add_kernel": "matmul",
+    "_gated_linear_kernel": "matmul",
+    "_attention_kernel": "attention",
 }
 # ... else the first of these that is part of the name of an op around it.
 OPS = {"rms_norm": "norms", "aten::linear": "matmul", "aten::copy_": "casts and copies"}
@@ -140,7 +149,24 @@ def launches_of(run: Run, device: torch.device) -> list[Launch]:
             run()
             finish(device)
     events = sorted(found.events(), key=lambda event: event.time_range.start)
-    return [launch for event in events for launch in _launches(event, device)]
+    on_host = [event for event in events if event.device_type.name == "CPU"]
+    if device.type != "cuda":
+        own = [event for event in on_host if event.name.startswith("aten::")]
+        return [
+            Launch(_kind(ops := _ops(event)), ops[0], ops[0], event.self_cpu_time_total)
+            for event in own
+        ]
+    # Who launched a kernel is told of kernels of PyTorch alone, and without its time. One stream
+    # runs them in the order of their launches, so the next of a name is the next of that name.
+    launchers: dict[str, deque[list[str]]] = defaultdict(deque)
+    for event in on_host:
+        for kernel in event.kernels:
+            launchers[kernel.name].append(_ops(event))
+    return [
+        _launch(event.name, event.time_range.elapsed_us(), launchers[event.name])
+        for event in events
+        if event.device_type.name == "CUDA" and not event.is_user_annotation
+    ]
 
 
 def _named(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -151,39 +177,45 @@ def _named(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _launches(event: Any, device: torch.device) -> Iterator[Launch]:
-    if event.device_type.name != "CPU":
-        return
-    ops, above = [], event
-    while above is not None:
-        ops.append(above.name)
-        above = above.cpu_parent
-    kind = next((name for name in ops if name in PLACES.values()), None)
+def _ops(event: Any) -> list[str]:
+    """Names of an event on the host and of those around it, innermost first."""
+    names = []
+    while event is not None:
+        names.append(event.name)
+        event = event.cpu_parent
+    return names
+
+
+def _kind(ops: Sequence[str]) -> str:
+    """What something that was launched inside these is for."""
     text = " < ".join(ops)
-    kind = kind or next((kind for part, kind in OPS.items() if part in text), "other")
-    if device.type == "cuda":
-        for kernel in event.kernels:
-            if kernel.name not in ops:  # a range is told as if it were a kernel of its own
-                yield Launch(kind, text, kernel.name, kernel.duration)
-    elif event.name.startswith("aten::"):
-        yield Launch(kind, text, event.name, event.self_cpu_time_total)
+    kind = next((name for name in ops if name in PLACES.values()), None)
+    return kind or next((kind for part, kind in OPS.items() if part in text), "other")
+
+
+def _launch(name: str, us: float, launchers: deque[list[str]]) -> Launch:
+    """A kernel that ran; launchers: of the next ones of its name."""
+    if name.startswith("_") and name.endswith("_kernel"):
+        own = KERNELS.get(name, name.strip("_").removesuffix("_kernel"))
+        return Launch(own, name, name, us)
+    ops = launchers.popleft() if launchers else []
+    return Launch(_kind(ops), " < ".join(ops), name, us)
 
 
 def works_of(engine: Engine, context: int) -> dict[tuple[str, str], Work]:
     """What a round must do, by stage and kind: weights once, keys of the context once."""
     plan, target, drafter = engine.plan, engine.target, engine.drafter
-    assert drafter is not None
     size, head = target.embed.element_size(), target.head.numel()
-    own = drafter.dims.decoder
-    pair_width = 2 * own.kv_heads * own.head_width  # of a key and a value
-    append = drafter.fuse.weight.numel() + own.layers * own.width * pair_width
-    found = {
-        ("commit", "matmul"): Work(append * size, 2 * append * plan.rows * (plan.draft_depth + 1))
-    }
-    for stage, layers, dims, queries, scored in (
-        ("draft", drafter.layers, own, plan.block, plan.draft_depth),
-        ("verify", target.layers, target.dims, plan.nodes, plan.nodes),
-    ):
+    found: dict[tuple[str, str], Work] = {}
+    forwards = [("verify", target.layers, target.dims, plan.nodes, plan.nodes)]
+    if drafter is not None:
+        own = drafter.dims.decoder
+        forwards.append(("draft", drafter.layers, own, plan.block, plan.draft_depth))
+        pair_width = 2 * own.kv_heads * own.head_width  # of a key and a value
+        append = drafter.fuse.weight.numel() + own.layers * own.width * pair_width
+        tokens = plan.rows * (plan.draft_depth + 1)
+        found["commit", "matmul"] = Work(append * size, 2 * append * tokens)
+    for stage, layers, dims, queries, scored in forwards:
         weights = sum(weight.numel() for weight in layers.parameters())
         keys = plan.rows * (context + queries) * dims.layers
         found[stage, "matmul"] = Work(weights * size, 2 * weights * plan.rows * queries)

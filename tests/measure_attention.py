@@ -24,7 +24,8 @@ from torch import Tensor
 
 from ddbatch_kernels.ancestors import pack_ancestors
 from ddbatch_kernels.attention import RowKeys, attention_ref
-from ddbatch_kernels.attention.kernel import Setting, attention_triton, setting_of
+from ddbatch_kernels.attention.kernel import attention_triton, setting_of
+from ddbatch_kernels.attention.tiles import Setting
 
 PEAK = 4.2e12  # bytes a second that an H200 reads
 LAUNCHES, REPEATS, PAGE = 20, 15, 64

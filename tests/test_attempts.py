@@ -16,6 +16,7 @@ import pytest
 from ddbatch.core import RunError
 from ddbatch.data.attempts import end_attempt, new_attempt, read_attempts, start_attempt
 from ddbatch.data.folder import RunFolder
+from ddbatch.jobs.generating.noting import note_changes
 
 
 @pytest.fixture
@@ -131,3 +132,24 @@ def test_a_file_that_tells_of_no_attempt_is_named(folder: RunFolder, field: str,
     file.write_text(text[:-3] if kind == "cut" else text)
     with pytest.raises(RunError, match=rf"attempts: {name}.* tells of no attempt.*deleted"):
         read_attempts(folder)
+
+
+@pytest.mark.parametrize(
+    ("now", "is_told"),
+    [
+        ({"rows": 8}, True),
+        ({"reproducible": True}, True),
+        ({"reproducible": True, "was": True, "plan": 8, "method": "chain", "drafter": "b"}, False),
+        ({"reproducible": True, "was": True, "torch": "2"}, True),
+    ],
+)
+def test_what_may_change_bits_is_noted(
+    folder: RunFolder, capsys: pytest.CaptureFixture[str], now: dict[str, object], is_told: bool
+) -> None:
+    """Of a reproducible run neither plan nor drafter does; was: whether it always was one."""
+    was = bool(now.pop("was", False))
+    before: dict[str, object] = {"dtype": "bfloat16", "rows": 4, "plan": 4, "method": "ddtree"}
+    before |= {"reproducible": was, "drafter": "a", "torch": "1"}
+    start(folder, before)
+    note_changes(folder, before | now)
+    assert ("changed since the last start" in capsys.readouterr().err) == is_told

@@ -6,18 +6,32 @@ import math
 
 import pytest
 import torch
+from made_rounds import assert_same
 from torch import Tensor
 
 from ddbatch_kernels.best_token import best_token_ref
 from ddbatch_kernels.best_token.kernel import best_token_triton, split_vocab
+from ddbatch_kernels.keyed_draw import Draw
 
 # (B, N, V): few nodes in chunks, many whole.
 SIZES = [(1, 1, 1), (1, 1, 97), (2, 3, 513), (3, 1, 1000), (1, 17, 4099), (45, 3, 97), (140, 1, 3)]
 NATIVE_SIZES = [(1, 1, 151_936), (1, 17, 49_152), (3, 44, 50_257), (7, 65, 49_152)]
 
 
+def poisoned_draw(shape: torch.Size, device: str) -> Draw:
+    """A place that holds no draw."""
+    token_BN = torch.full(shape[:2], -77, device=device)
+    return Draw(token_BN, torch.rand(shape[:2], device=device) > 0.5)
+
+
 def assert_equal_choice(logits_BNV: Tensor, device: str) -> None:
-    found, expected = best_token_triton(logits_BNV.to(device)), best_token_ref(logits_BNV)
+    expected = poisoned_draw(logits_BNV.shape, "cpu")
+    assert best_token_ref(logits_BNV, out=expected) is expected
+    assert_same(best_token_ref(logits_BNV), expected)
+    place = poisoned_draw(logits_BNV.shape, device)
+    assert best_token_triton(logits_BNV.to(device), out=place) is place
+    assert_same(place, expected)
+    found = best_token_triton(logits_BNV.to(device))
     assert found.token_BN.dtype == torch.int64
     assert found.is_finite_BN.dtype == torch.bool
     assert found.token_BN.tolist() == expected.token_BN.tolist()

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from made_rounds import assert_same, copied
 from torch import Tensor
 from trees import poisoned_tree
 
@@ -52,9 +53,18 @@ def assert_same_trees(edge_BDRM: Tensor, num_nodes: int, device: str) -> None:
     build_tree_triton(
         edge_BDRM.to(device), candidate_BDM.to(device), anchor_B.to(device), out=found
     )
-    for name, ours, theirs in zip(found._fields, found, expected, strict=True):
-        assert ours.dtype == theirs.dtype
-        assert torch.equal(ours.cpu(), theirs), (name, edge_BDRM.shape, num_nodes)
+    assert_same(found, expected)
+    slot_B = torch.randint(B + 2, (B,), generator=generator)
+    anchor_S, length_S = torch.randint(1 << 33, (2, B + 2), generator=generator)
+    seated, seated_pos_BN = poisoned_tree(B, num_nodes), torch.full((B, num_nodes), -77)
+    found_pos_BN = seated_pos_BN.to(device, copy=True)
+    own = (edge_BDRM, candidate_BDM, anchor_S, slot_B, length_S)
+    build_tree_ref(*own, seated_pos_BN, out=seated)
+    build_tree_triton(*copied(own, device), found_pos_BN, out=found)
+    assert_same(found, seated)
+    assert_same(found_pos_BN, seated_pos_BN)
+    assert torch.equal(seated.token_BN[:, 0], anchor_S[slot_B])
+    assert torch.equal(seated_pos_BN, length_S[slot_B][:, None] + seated.depth_BN)
 
 
 @pytest.mark.parametrize("budget", BUDGETS)
@@ -127,3 +137,20 @@ def test_a_row_of_no_numbers_leaves_its_neighbours_trees_alone(kernel_device: st
         )
     for before, after in zip(*trees, strict=True):
         assert torch.equal(before[::2], after[::2])
+
+
+def test_slots_that_are_none_are_not_looked_up(kernel_device: str) -> None:
+    nodes, pos_BN = poisoned_tree(3, 1, kernel_device), torch.zeros(3, 1, dtype=torch.long)
+    wild_B, table_S = torch.tensor([-(1 << 40), 1, 1 << 40]), torch.arange(3) + 5
+    made = (
+        torch.zeros(3, 0, 1, 0),
+        pos_BN[:, :0, None][..., :0],
+        table_S,
+        wild_B,
+        table_S * 2,
+        pos_BN,
+    )
+    twin = copied(made, kernel_device)
+    build_tree_triton(*twin, out=nodes)
+    assert nodes.token_BN[1].item() == 6
+    assert twin[-1][1].item() == 12

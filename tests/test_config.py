@@ -179,7 +179,6 @@ OTHER_VALUE: dict[str, object] = {
     "sampling.min_p": 0.1,
     "sampling.stop": ["x"],
     "engine.spine": "on",
-    "engine.reproducible": True,
     "shards.wait": True,
 }
 

@@ -231,6 +231,7 @@ def test_stop_ids_are_the_union_of_what_the_model_and_the_user_name(
         (["engine.max_len=81"], ["engine.max_len=81", "2..80"]),
         (["engine.gemm_limit=20", "engine.budget=6", "engine.rows=4"], ["gemm_limit=20", "2 rows"]),
         (["engine.device=cuda:99"], ["engine.device=cuda:99"]),
+        (["engine.device=cpu", "engine.reproducible=true"], ["engine.reproducible=true", "CPU"]),
         (["model.path=/nowhere"], ["model.path=/nowhere"]),
         (["drafter.path=/nowhere"], ["drafter.path=/nowhere"]),
         (["data.path=/nowhere.jsonl"], ["data.path=/nowhere.jsonl"]),

@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 from keyed_draw_twin import NEAR_SCORE, WORD, philox, twin_hash, twin_kept, twin_scaled
+from made_rounds import assert_same, copied
 from test_keyed_draw import HUGE_VOCAB, WORDS_FOR_EVER, on_device, params_of
 from torch import Tensor
 
@@ -72,7 +73,7 @@ def assert_equal_draws(case: Case, device: str, **filters: bool) -> Draw:
         if not expected.is_finite_BN[row, node]:
             continue
         assert case.params.temperature_B[row] > 0
-        own = case.params.rows(row, row + 1)
+        own = case.params.of(torch.tensor([row]))
         scaled_V = case.logits_BNV[row, node] / own.temperature_B
         index = case.index_B[row : row + 1] + case.depth_BN[row, node]
         noise_V = reference.draw_noise(index, own.seed_B2, own.hash_B2, 1, V)[0, 0]
@@ -159,7 +160,7 @@ def bars_of(scores_RV: Tensor, options: list[Sampling], device: str, max_list: i
     best_TC = best_of_chunks(logits, split_vocab(len(options), logits.shape[-1], 264))
     params = DrawParams(*(part.to(device) for part in params_of([(o, 0) for o in options])))
     return filter_bar(
-        logits, best_TC, params, has_top_k=True, has_top_p=True, max_list=max_list
+        logits, best_TC, params, None, has_top_k=True, has_top_p=True, max_list=max_list
     ).cpu()
 
 
@@ -298,3 +299,35 @@ def test_how_the_vocabulary_is_split_changes_no_draw(
     monkeypatch.setattr(draw_kernel, "TILE", 256)
     parts = on_device(kernel_device)(*case, num_depths=10)
     assert parts.token_BN.tolist() == whole.token_BN.tolist()
+
+
+@pytest.mark.parametrize("has_filters", [False, True])
+def test_rows_draw_as_their_slots_do_into_the_place_that_is_given(
+    kernel_device: str, has_filters: bool
+) -> None:
+    filters = {"has_top_k": has_filters, "has_top_p": has_filters}
+    slots = make_case(6, 3, 97, seed=8)
+    slot_B = torch.tensor([4, 0, 4, 2])
+    logits_BNV, depth_BN = slots.logits_BNV[slot_B], slots.depth_BN[slot_B]
+    tables = slots.index_B, slots.params
+    own = Case(logits_BNV, depth_BN, slots.index_B[slot_B], slots.params.of(slot_B))
+    expected = keyed_draw_ref(*own, num_depths=10, **filters)
+    garbage = Draw(torch.full((4, 3), -77), torch.zeros(4, 3, dtype=torch.bool))
+    found = keyed_draw_ref(
+        logits_BNV, depth_BN, *tables, num_depths=10, slot_B=slot_B, out=garbage, **filters
+    )
+    assert found is garbage
+    assert_same(found, expected)
+    alone = on_device(kernel_device)(*own, num_depths=10, **filters)
+    for given, out in ((slot_B, True), (slot_B.repeat_interleave(2)[::2], False)):
+        poisoned = draw_kernel.Draw(*(part.to(kernel_device) for part in garbage))
+        poisoned.token_BN.fill_(-77)
+        drawn = draw_kernel.keyed_draw_triton(
+            *copied((logits_BNV, depth_BN, *tables), kernel_device),
+            num_depths=10,
+            slot_B=given.to(kernel_device),
+            out=poisoned if out else None,
+            **filters,
+        )
+        assert (drawn is poisoned) == out
+        assert_same(drawn, alone)

@@ -24,7 +24,7 @@ from ddbatch_kernels.gated_linear.kernel import (
 from ddbatch_kernels.linear_add import linear_add_ref
 from ddbatch_kernels.linear_add.kernel import linear_add_fused, linear_add_triton
 from ddbatch_kernels.normed import Normed
-from ddbatch_kernels.product_table import MOST_TOKENS, Op, Tile, tile_of
+from ddbatch_kernels.product_table import Op, Tile, tile_of
 from ddbatch_kernels.project_heads.normed_linear import normed_linear
 
 EPS = 1e-5
@@ -136,7 +136,7 @@ def test_normed_linear_is_no_worse_than_its_formula(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("tokens", "width"), [(1, 64), (3, 60), (MOST_TOKENS + 1, 20)])
+@pytest.mark.parametrize(("tokens", "width"), [(1, 64), (3, 60), (70, 20)])
 def test_embedding_is_gathered_and_its_norm_begun(
     tokens: int, width: int, dtype: torch.dtype, kernel_device: str
 ) -> None:
@@ -146,7 +146,7 @@ def test_embedding_is_gathered_and_its_norm_begun(
     token = token.to(kernel_device)
     found = embed_normed_triton(token, embed, norm, EPS)
     assert torch.equal(found.x_TD, embed_normed_ref(token, embed, norm, EPS).x_TD)
-    if dtype == torch.float16 or tokens > MOST_TOKENS:
+    if dtype == torch.float16:
         assert found[3:] == (None, None)
     else:
         assert_begun(found)

@@ -179,7 +179,7 @@ def test_all_ways_agree(
     kernel_device: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(project_heads_kernel, "way_of", lambda *sizes: way)
+    monkeypatch.setattr(project_heads_kernel, "way_of", lambda *sizes, in_order: way)
     case = make_case(kernel_device, dtype, tokens=9, has_bias=True, has_norms=has_norms)
     assert_like_reference(case, project_heads_triton(*case))
 

@@ -5,16 +5,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from decoding import decode, make_engine, random_prompts, token_prompts
+from numpy.typing import NDArray
 from tiny import load_tiny_pair
 
-from ddbatch.core import Completion, Key, PrefillPlan, RunError, TokenPrompt
+from ddbatch.core import Completion, Key, PrefillPlan, RunError, Sampling, TokenPrompt
 from ddbatch.engine.commit import commit
 from ddbatch.engine.engine import Engine
 from ddbatch.engine.programs import Programs
-from ddbatch.engine.record import RowFacts, check_sum, read_record
+from ddbatch.engine.record import Facts, check_sum, read_record
 from ddbatch.engine.state import RoundShape, RoundState
 from ddbatch.engine.transfer import RING_SIZE, Ring
 from ddbatch.models.decoder import Target
@@ -135,9 +137,7 @@ FAULTS: list[tuple[int, Callable[[RoundState, int], object]]] = [
 ]
 
 
-def told_after(
-    state: RoundState, change: Callable[[RoundState, int], object], row: int
-) -> list[RowFacts]:
+def told_after(state: RoundState, change: Callable[[RoundState, int], object], row: int) -> Facts:
     """The record of the last round, which is committed and told anew after a change of one row."""
     with torch.inference_mode():
         change(state, row)
@@ -175,7 +175,7 @@ def test_an_inert_row_tells_nothing_not_even_an_error(
     state = started(pair, num_prompts=2).state
     assert state.active_B.tolist() == [True, True, False]
     found = told_after(state, change, 2)
-    assert [facts.row for facts in found] == [0, 1]
+    assert found.row_L.tolist() == [0, 1]
     assert state.told.row_BX[2, Fact.ERROR] == 0
 
 
@@ -186,7 +186,7 @@ def test_a_row_may_end_without_a_token(pair: Pair, finish: Finish) -> None:
         state.finish_B[row] = int(finish)
 
     found = told_after(started(pair).state, ends, 1)
-    assert (found[1].finish, found[1].token_ids) == (finish, [])
+    assert (found.finish_L[1], found.emitted_L[1]) == (finish, 0)
 
 
 class Tampering:
@@ -249,6 +249,28 @@ def test_without_a_fault_records_are_read_to_the_end(pair: Pair) -> None:
         engine.step()
         assert all(isinstance(item, Completion) for item in engine.collect())
     assert len(decode(engine, [[1, 2, 3]])) == 1
+
+
+def test_acceptance_is_told_of_rows_that_go_on_and_are_not_hot(pair: Pair) -> None:
+    """As one finds it in the completions: all rounds but the last, by prefix and rounds before."""
+    engine, told = make_engine(*pair), list[tuple[int, ...]]()
+    add = engine.acceptance.add
+
+    def note(*columns: NDArray[np.int64]) -> None:
+        told.extend(zip(*(column.tolist() for column in columns[1:]), strict=True))
+        add(*columns)
+
+    engine.acceptance.add = note  # type: ignore[method-assign]
+    prompts, own = random_prompts([5, 1, 9, 4], VOCAB), [Sampling(), Sampling(temperature=1.0)]
+    own += [Sampling(temperature=1.1), Sampling(temperature=0.5)]
+    expected = []
+    for prompt, done in zip(prompts, decode(engine, prompts, 20, own), strict=True):
+        length = len(prompt)
+        for place, accepted in enumerate(done.accepted[:-1]):
+            if own[done.key.row_id].temperature <= 1:
+                expected.append((length, place, accepted))
+            length += accepted + 1
+    assert sorted(told) == sorted(expected)
 
 
 def test_rounds_are_told_apart_beyond_31_bits(pair: Pair) -> None:

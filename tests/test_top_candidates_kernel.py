@@ -106,3 +106,41 @@ def test_a_position_does_not_depend_on_how_many_there_are(kernel_device: str) ->
 def test_no_positions_have_no_candidates(kernel_device: str) -> None:
     token, logprob = top_candidates_triton(torch.zeros(0, 3, 50, device=kernel_device), 4)
     assert token.shape == logprob.shape == (0, 3, 4)
+
+
+@pytest.mark.parametrize("token_dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("logprob_dtype", [torch.float16, torch.float32])
+def test_candidates_go_to_the_place_that_is_given_in_its_dtypes(
+    token_dtype: torch.dtype, logprob_dtype: torch.dtype, kernel_device: str
+) -> None:
+    logits = scores("normal", (2, 3, 300), torch.Generator().manual_seed(5))
+    for op, device in ((top_candidates_ref, "cpu"), (top_candidates_triton, kernel_device)):
+        token, logprob = op(logits.to(device), 7)
+        out = torch.full_like(token, -77).to(token_dtype), torch.full_like(logprob, torch.nan)
+        out = out[0], out[1].to(logprob_dtype)
+        assert op(logits.to(device), 7, out=out) is out
+        assert torch.equal(out[0], token.to(token_dtype))
+        assert torch.equal(out[1], logprob.to(logprob_dtype))
+
+
+def test_no_rounding_lifts_a_candidate_above_certainty(kernel_device: str) -> None:
+    logits = torch.full((64, 1, 70), -torch.inf)
+    logits[..., 3] = torch.linspace(-90, 90, 64)[:, None]
+    logits[..., 4] = logits[..., 3] - 18
+    for found in (
+        top_candidates_ref(logits, 2),
+        top_candidates_triton(logits.to(kernel_device), 2),
+    ):
+        assert (found[1] <= 0).all()
+
+
+@pytest.mark.parametrize("vocab", [1, 70, 9000])
+def test_the_log_of_all_weights_is_told_beside_the_candidates(
+    vocab: int, kernel_device: str
+) -> None:
+    logits = torch.randn(2, 3, vocab, generator=torch.Generator().manual_seed(vocab)) * 5
+    expected = logits.double().logsumexp(dim=-1)
+    for op, device in ((top_candidates_triton, kernel_device), (top_candidates_ref, "cpu")):
+        total = torch.full((2, 3), torch.nan, device=device)
+        op(logits.to(device), 1, log_total_BD=total)
+        torch.testing.assert_close(total.double().cpu(), expected, rtol=1e-6, atol=1e-5)

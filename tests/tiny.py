@@ -213,8 +213,10 @@ def write_drafter(
     return folder
 
 
-def load_tiny_pair(tmp_path: Path, device: str = "cpu", **sizes: Any) -> tuple[Target, DFlash]:
-    """Write and load a fitting pair, float32, in tmp_path/target and tmp_path/drafter.
+def load_tiny_pair(
+    tmp_path: Path, device: str = "cpu", dtype: str = "float32", **sizes: Any
+) -> tuple[Target, DFlash]:
+    """Write and load a fitting pair in tmp_path/target and tmp_path/drafter.
 
     sizes: arguments of write_target (family, vocab, ...); block, tap_layers, mask_token_id, windows
     and names that begin with drafter_ (drafter_layers, drafter_seed, ...) are write_drafter's.
@@ -233,8 +235,8 @@ def load_tiny_pair(tmp_path: Path, device: str = "cpu", **sizes: Any) -> tuple[T
     target_folder = write_target(tmp_path / "target", **for_target)
     drafter_folder = write_drafter(tmp_path / "drafter", target_folder=target_folder, **for_drafter)
     return (
-        read_target(target_folder, device=device),
-        read_drafter(drafter_folder, target_folder, device=device),
+        read_target(target_folder, dtype, device),
+        read_drafter(drafter_folder, target_folder, dtype, device),
     )
 
 

@@ -65,6 +65,8 @@ class AcceptanceTable:
         Leave out rows that end in this round (what they accept is cut) and rows that draw at a
         temperature above 1 (they accept little by nature).
         """
+        if self._plan.nodes == 1:
+            return  # nothing is drafted
         is_first = rounds_since_refill == 0
         self._rows.add(rows, is_first, accepted)
         deciles = np.minimum(prefix_lens * _NUM_DECILES // self._max_len, _NUM_DECILES - 1)
@@ -80,7 +82,7 @@ class AcceptanceTable:
     def _findings(self) -> Iterator[tuple[str, str]]:
         """Where something is wrong, and what."""
         rounds, sequences = self._rows.num_rounds, self._rows.num_sequences
-        if self._plan.nodes == 1 or rounds < MIN_ROUNDS or sequences < MIN_SEQUENCES:
+        if rounds < MIN_ROUNDS or sequences < MIN_SEQUENCES:
             return
         mean = self._rows.num_accepted / rounds
         if mean < chance(self._plan):

@@ -12,41 +12,51 @@ from torch import Tensor
 from ddbatch.engine.sampling import DrawKind, SlotSampling
 from ddbatch.engine.state import Logprobs
 from ddbatch_kernels.best_token import best_token
-from ddbatch_kernels.keyed_draw import Draw, keyed_draw
+from ddbatch_kernels.keyed_draw import Draw, DrawParams, keyed_draw
 from ddbatch_kernels.top_candidates import top_candidates
 
 
 def choose(
     logits_BNV: Tensor,
     depth_BN: Tensor,
-    index_B: Tensor,
+    index_S: Tensor,
     slot_B: Tensor,
     sampling: SlotSampling,
     kind: DrawKind,
     *,
     num_depths: int,
+    out: Draw | None = None,
 ) -> Draw:
-    """The token that each node draws; index_B: the output index that a row's root draws."""
+    """The token that each node draws; index_S: the output index that the root of a row on this slot
+    draws."""
     if kind == DrawKind.GREEDY:
-        return best_token(logits_BNV)
+        return best_token(logits_BNV, out=out)
     return keyed_draw(
         logits_BNV,
         depth_BN,
-        index_B,
-        sampling.rows(slot_B),
+        index_S,
+        DrawParams(
+            sampling.temperature_S,
+            sampling.top_k_S,
+            sampling.top_p_S,
+            sampling.min_p_S,
+            sampling.seed_S2,
+            sampling.hash_S2,
+        ),
         num_depths=num_depths,
         has_top_k=kind == DrawKind.FILTERED,
         has_top_p=kind == DrawKind.FILTERED,
+        slot_B=slot_B,
+        out=out,
     )
 
 
-def tell_logprobs(logits_BNV: Tensor, token_BN: Tensor, num_top: int) -> Logprobs:
-    """Log-probs of the chosen tokens and the num_top best ones under the raw softmax."""
-    total_BN1 = logits_BNV.logsumexp(dim=-1, keepdim=True)
+def tell_logprobs(logits_BNV: Tensor, token_BN: Tensor, *, out: Logprobs) -> None:
+    """Write log-probs of the chosen tokens and of as many best ones as `out` has room for, under
+    the raw softmax."""
+    num_top, log_total_BN = out.top.shape[2], torch.empty_like(out.token)
+    best = (out.top_id, out.top) if num_top else None
+    top_candidates(logits_BNV, num_top or 1, out=best, log_total_BD=log_total_BN)
+    score_BN = logits_BNV.gather(2, token_BN[..., None]).squeeze(2)
     # Rounding must not lift a probability above 1.
-    chosen_BN = (logits_BNV.gather(2, token_BN[..., None]) - total_BN1).clamp(max=0).squeeze(2)
-    if not num_top:
-        empty = token_BN.new_empty(*token_BN.shape, 0)
-        return Logprobs(chosen_BN, empty.int(), empty.half())
-    token_BNM, logprob_BNM = top_candidates(logits_BNV, num_top)
-    return Logprobs(chosen_BN, token_BNM.int(), logprob_BNM.clamp(max=0).to(torch.float16))
+    torch.clamp(score_BN - log_total_BN, max=0, out=out.token)

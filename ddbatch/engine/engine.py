@@ -26,21 +26,15 @@ from ddbatch.core import (
     TokenPrompt,
 )
 from ddbatch.engine.acceptance import AcceptanceTable
+from ddbatch.engine.histories import Histories
 from ddbatch.engine.plan import plan_prefill
-from ddbatch.engine.prefill import (
-    Piece,
-    Placed,
-    check_pieces,
-    open_slots,
-    pieces_of,
-    put_pieces,
-)
+from ddbatch.engine.prefill import Piece, Placed, check_pieces, open_slots, pieces_of, put_pieces
 from ddbatch.engine.programs import CapturedPrograms, EagerPrograms, GraphPool, Programs
-from ddbatch.engine.record import RowFacts, read_record
+from ddbatch.engine.record import Facts, read_record
 from ddbatch.engine.sampling import DrawKind, TokenFlags, draw_kind
-from ddbatch.engine.seats import Closing, Homes, IdleWatch, Seat, check_generation, closing
+from ddbatch.engine.seats import Closing, Homes, IdleWatch, Seat, closing
 from ddbatch.engine.state import RoundShape, allocate_state
-from ddbatch.engine.stop_watch import StopWatch, Watched
+from ddbatch.engine.stop_watch import StopWatch
 from ddbatch.engine.transfer import Ring, Ticket
 from ddbatch.models.decoder import Target
 from ddbatch.models.dflash import DFlash
@@ -126,13 +120,16 @@ class Engine:
         self._homes = Homes(self.cache_plan)
         self._seats: dict[int, Seat] = {}
         self._pieces: deque[Piece] = deque()  # that wait for a prefill call
-        self._num_loaded = 0  # seats whose prompts are all launched
+        told = self.state.told
+        self._histories = Histories(self.plan, self.cache_plan, told.logprobs_BK or ())
+        self._is_hot_S = np.zeros(self.cache_plan.slots, np.bool_)
+        self._flagged: set[int] = set()  # slots whose text is to be looked at
         self._longest = 0  # no sequence on a row has more committed tokens
         self._closing: list[Closing] = []
         self._waiting: TokenPrompt | None = None
         self._pending: deque[_Pending] = deque()
         self._call_ring = Ring(self.state.chunk_told.tensors())
-        self._round_ring = Ring(self.state.told.tensors())
+        self._round_ring = Ring(told.tensors())
         self._num_calls, self._idle = 0, IdleWatch()
 
     def run(self, prompts: Iterator[TokenPrompt]) -> Iterator[Completion | Rejected]:
@@ -163,12 +160,11 @@ class Engine:
         placed = list(self._place(prompts))
         if placed:
             open_slots(self.state, self._flags, placed)
-            own = [seat.placed.prompt.sampling for seat in self._seats.values()]
-            self._draw = max(self._least_draw, draw_kind(own))
-        plan = self.state.prefill_plan
+            self._draw = max(self._least_draw, *(seat.draw for seat in self._seats.values()))
+        plan, histories = self.state.prefill_plan, self._histories
         # A call waits to be full while rows and half the spare slots have work.
         enough = (self.plan.rows + self.cache_plan.slots) // 2
-        while len(self._pieces) >= plan.chunks or (self._pieces and self._num_loaded < enough):
+        while len(self._pieces) >= plan.chunks or (self._pieces and histories.num_loaded < enough):
             count = min(plan.chunks, len(self._pieces))
             self._prefill([self._pieces.popleft() for _ in range(count)])
 
@@ -176,21 +172,22 @@ class Engine:
     def step(self) -> None:
         """Launch one round over the rows."""
         if self._num_keys(self._longest) > self.cache_plan.key_counts[0]:
-            self._longest = self._measure_longest()
+            # What is launched and not read may have added as much to every sequence.
+            num_rounds = sum(item.pieces is None for item in self._pending)
+            self._longest = self._histories.longest((self.plan.draft_depth + 1) * num_rounds)
         self.programs.round(RoundShape(self._num_keys(self._longest), self._draw))
         self._longest += self.plan.draft_depth + 1
         self._push(self.stats.rounds, None)
         self.stats.rounds += 1
         self.stats.row_rounds += self.plan.rows
 
-    @torch.inference_mode()
     def collect(self) -> Iterator[Completion | Rejected]:
         """Read the records that are due; hand out what has ended and free its slots."""
         while len(self._pending) > self._lag:
             self._read(self._pending.popleft())
-        for seat in self._seats.values():
-            if seat.watched is not None and not seat.is_cancelled:
-                self._look(seat, seat.watched)
+        with torch.inference_mode():  # around a generator it would be entered for each item
+            for slot in list(self._flagged):
+                self._look(slot)
         # While rows are live nobody waits for a look; afterwards there is nothing else to do.
         waits = not self._seats
         closed, self._closing = self._closing, []
@@ -213,8 +210,12 @@ class Engine:
             if placed is None:
                 return
             self._waiting, prompt = None, placed.prompt
-            watched = self._stop_watch.open(prompt.sampling.stop)
-            self._seats[placed.slot] = Seat(placed, watched, time.monotonic())
+            own = prompt.sampling
+            self._seats[placed.slot] = Seat(
+                placed, self._stop_watch.open(own.stop), time.monotonic(), draw_kind([own])
+            )
+            self._histories.open(placed)
+            self._is_hot_S[placed.slot] = own.temperature > 1
             self._pieces.extend(pieces_of(placed, self.state.prefill_plan.chunk))
             self.stats.prompt_tokens += len(prompt.token_ids)
             yield placed
@@ -228,8 +229,7 @@ class Engine:
         self._num_calls += 1
         for piece in pieces:
             if piece.is_last:
-                self._seats[piece.placed.slot].is_loaded = True
-                self._num_loaded += 1
+                self._histories.load(piece.placed)
                 self._longest = max(self._longest, piece.stop)
 
     def _push(self, number: int, pieces: list[Piece] | None) -> None:
@@ -238,13 +238,6 @@ class Engine:
         while ring.is_full:  # many prefill calls in a row
             self._read(self._pending.popleft())
         self._pending.append(_Pending(number, ring.push(), pieces))
-
-    def _measure_longest(self) -> int:
-        """Committed tokens of the longest sequence on a row, at most."""
-        # What is launched and not read may have added as much to every sequence.
-        reach = (self.plan.draft_depth + 1) * sum(item.pieces is None for item in self._pending)
-        loaded = (seat for seat in self._seats.values() if seat.is_loaded)
-        return max((min(seat.length + reach, seat.most) for seat in loaded), default=0)
 
     def _num_keys(self, length: int) -> int:
         """Keys that attention looks at for sequences of up to so many; no sequence has more than
@@ -259,41 +252,46 @@ class Engine:
         facts = read_record(ring.read(pending.ticket), pending.number, self.state.nobody, what)
         if pending.pieces is not None:
             check_pieces(pending.pieces, facts)
-            facts = [item for item in facts if pending.pieces[item.row].is_last]
-        if is_round:
-            self._idle.see(bool(facts), self._num_loaded)
-        sound: list[tuple[int, int, int, int]] = []
-        for item in facts:
-            seat = check_generation(self._seats.get(item.slot), item)
-            if is_round:
-                if item.finish is Finish.LIVE and seat.placed.prompt.sampling.temperature <= 1:
-                    sound.append((item.row, item.check, len(seat.accepted), item.accepted))
-                seat.take_round(item)
-                self.stats.live_row_rounds += bool(item.token_ids)
-            else:
-                seat.take(item)
-            self.stats.output_tokens += len(item.token_ids)
-            if item.finish is not Finish.LIVE:
-                self._close(seat, item)
-        if sound:
-            self.acceptance.add(*np.array(sound).T)
+            facts = facts.only(np.flatnonzero([piece.is_last for piece in pending.pieces]))
+            self._histories.take(facts)
+        else:
+            self._take_round(facts)
+        self.stats.output_tokens += int(facts.emitted_L.sum())
+        self._flagged.update(facts.slot_L[facts.may_end_L > 0].tolist())
+        for line in np.flatnonzero(facts.finish_L != Finish.LIVE):
+            self._close(int(facts.slot_L[line]), Finish(facts.finish_L[line]))
 
-    def _look(self, seat: Seat, watched: Watched) -> None:
+    def _take_round(self, facts: Facts) -> None:
+        self._idle.see(bool(len(facts.row_L)), self._histories.num_loaded)
+        self._histories.take_round(facts)
+        before_L = self._histories.num_rounds(facts.slot_L) - 1
+        told = (facts.row_L, facts.check_L, before_L, facts.accepted_L)
+        # What an ending row accepts is cut, and hot ones accept little by nature.
+        is_sound_L = (facts.finish_L == Finish.LIVE) & ~self._is_hot_S[facts.slot_L]
+        self.acceptance.add(*(column_L[is_sound_L] for column_L in told))
+        self.stats.live_row_rounds += int(np.count_nonzero(facts.emitted_L))
+
+    def _look(self, slot: int) -> None:
         """Have flagged text looked at; ask the device to end a sequence in which a string was
         found. What it emits until then is cut off."""
-        if watched.is_settled and watched.match() is not None:
+        seat, watched = self._seats[slot], self._seats[slot].watched
+        if watched is None or seat.is_cancelled:
+            self._flagged.discard(slot)
+        elif watched.is_settled and watched.match() is not None:
             seat.is_cancelled = True
-            self.state.is_cancelled_S[seat.placed.slot].fill_(True)  # item assignment would wait
-        elif seat.may_end > watched.num_fed:
-            self._stop_watch.feed(watched, seat.token_ids[watched.num_fed :])
+            self.state.is_cancelled_S[slot].fill_(True)  # item assignment would wait
+        elif self._histories.may_end(slot) > watched.num_fed:
+            self._stop_watch.feed(watched, self._histories.token_ids(slot, watched.num_fed))
+        elif not watched.checks:
+            self._flagged.discard(slot)
 
-    def _close(self, seat: Seat, facts: RowFacts) -> None:
+    def _close(self, slot: int, finish: Finish) -> None:
         """Free the slot of a sequence that has ended. What it was waits until its text is known."""
-        ids, watched = seat.token_ids, seat.watched
-        text_end = len(ids) - (facts.finish is Finish.STOP)  # a stop token is no text
-        if watched is not None and min(seat.may_end, text_end) > watched.num_fed:
-            self._stop_watch.feed(watched, ids[watched.num_fed : text_end])
-        self._closing.append(closing(seat, facts.finish, self.plan.nodes - 1))
-        del self._seats[facts.slot]
-        self._num_loaded -= 1
+        seat, may_end = self._seats.pop(slot), self._histories.may_end(slot)
+        said, watched = self._histories.close(slot), seat.watched
+        text_end = len(said.token_ids) - (finish is Finish.STOP)  # a stop token is no text
+        if watched is not None and min(may_end, text_end) > watched.num_fed:
+            self._stop_watch.feed(watched, said.token_ids[watched.num_fed : text_end])
+        self._closing.append(closing(seat, said, finish, self.plan.nodes - 1))
+        self._flagged.discard(slot)
         self._homes.give_back(seat.placed)

@@ -12,15 +12,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ddbatch.core import RunError, TokenPrompt
 from ddbatch.engine.choose import choose, tell_logprobs
 from ddbatch.engine.commit import append_context
-from ddbatch.engine.record import RowFacts, check_sum
+from ddbatch.engine.record import Facts, check_sum
 from ddbatch.engine.sampling import TokenFlags, set_slots
-from ddbatch.engine.state import RoundShape, RoundState, cell_of
+from ddbatch.engine.state import Logprobs, RoundShape, RoundState, cell_of
 from ddbatch.engine.transfer import upload
 from ddbatch.engine.windows import piece_keys
 from ddbatch.models.decoder import Target
@@ -71,14 +72,11 @@ def pieces_of(placed: Placed, chunk: int) -> list[Piece]:
 def open_slots(state: RoundState, flags: TokenFlags, placed: Sequence[Placed]) -> None:
     """Set the slots up for new sequences."""
     device = state.slot_B.device
-    width = state.page_table_SP.shape[1]
-    lines = [
-        [item.slot, item.prompt.max_new_tokens, item.generation]
-        + item.pages
-        + [0] * (width - len(item.pages))
-        for item in placed
-    ]
-    line_RX = upload(lines, torch.long, device)
+    table_RX = np.zeros((len(placed), 3 + state.page_table_SP.shape[1]), np.int64)
+    for line_X, item in zip(table_RX, placed, strict=True):
+        line_X[:3] = item.slot, item.prompt.max_new_tokens, item.generation
+        line_X[3 : 3 + len(item.pages)] = item.pages
+    line_RX = upload(table_RX, torch.long, device)
     slot_R = line_RX[:, 0]
     state.cap_S[slot_R] = line_RX[:, 1]
     state.generation_S[slot_R] = line_RX[:, 2]
@@ -88,27 +86,31 @@ def open_slots(state: RoundState, flags: TokenFlags, placed: Sequence[Placed]) -
         tensor_S.index_fill_(0, slot_R, 0)
     keys, own = [item.prompt.key for item in placed], [item.prompt.sampling for item in placed]
     set_slots(state.sampling, slot_R, keys, own)
+    alike: dict[tuple[object, object], list[Placed]] = {}  # by what ends them: most of a run are
     for item in placed:
-        state.sampling.token_flag_SV[item.slot] = flags.row(item.prompt.sampling)
+        stops = (item.prompt.sampling.stop_token_ids, item.prompt.sampling.stop)
+        alike.setdefault(stops, []).append(item)
+    for group in alike.values():
+        slot_Y = upload([item.slot for item in group], torch.long, device)
+        state.sampling.token_flag_SV[slot_Y] = flags.row(group[0].prompt.sampling)
 
 
 def put_pieces(state: RoundState, pieces: Sequence[Piece]) -> None:
     """Write the input of a call; what is not filled is padding."""
-    plan = state.prefill_plan
-    lines = []
-    for piece in pieces:
-        ids = piece.token_ids
-        facts = [piece.placed.slot, piece.start, len(ids), int(piece.is_last)]
-        lines.append([*facts, *ids, *[0] * (plan.chunk - len(ids))])
-    padding = [state.nobody] + [0] * (state.chunk_RX.shape[1] - 1)
-    lines += [padding] * (plan.chunks - len(lines))
-    state.chunk_RX.copy_(upload(lines, torch.long, state.chunk_RX.device))
+    table_RX = np.zeros(state.chunk_RX.shape, np.int64)
+    table_RX[len(pieces) :, ChunkFact.SLOT] = state.nobody
+    for line_X, piece in zip(table_RX, pieces, strict=False):
+        ids, first = piece.token_ids, len(ChunkFact)
+        line_X[:first] = piece.placed.slot, piece.start, len(ids), piece.is_last
+        line_X[first : first + len(ids)] = ids
+    state.chunk_RX.copy_(upload(table_RX, torch.long, state.chunk_RX.device))
 
 
-def check_pieces(pieces: Sequence[Piece], facts: Sequence[RowFacts]) -> None:
+def check_pieces(pieces: Sequence[Piece], facts: Facts) -> None:
     """RunError unless the device has seen these pieces, in these slots."""
     sent = [(piece.placed.slot, piece.placed.generation, piece.check) for piece in pieces]
-    seen = [(item.slot, item.generation, item.check) for item in facts]
+    columns = (facts.slot_L, facts.generation_L, facts.check_L)
+    seen = list(zip(*(column_L.tolist() for column_L in columns), strict=True))
     if sent != seen:
         raise RunError(
             f"engine: a prefill call saw other tokens than were sent to it (slot, sequence, sum: "
@@ -130,7 +132,15 @@ def prefill(
     pos_RQ = torch.where(is_token_RQ, start_R[:, None] + place_Q, 0)
     cell_RQ = torch.where(is_token_RQ, cell_of(state, slot_R[:, None], pos_RQ), state.trash_cell)
     stop_RQ = torch.where(is_token_RQ, pos_RQ + 1, 0)  # padding sees nothing
-    keys = piece_keys(state, slot_R, pos_RQ, stop_RQ, shape.num_keys, window=target.dims.window)
+    keys = piece_keys(
+        state,
+        slot_R,
+        pos_RQ,
+        stop_RQ,
+        shape.num_keys,
+        window=target.dims.window,
+        in_order=target.in_order,
+    )
     out = target(
         token_RQ.flatten(),
         pos_RQ.flatten(),
@@ -149,10 +159,15 @@ def prefill(
 def _draw(state: RoundState, chunk_RX: Tensor, logits_RV: Tensor, shape: RoundShape) -> None:
     """Draw the first tokens of the prompts that end here, make their slots ready, tell the host."""
     slot_R = chunk_RX[:, ChunkFact.SLOT]
-    zero_R1 = torch.zeros_like(slot_R)[:, None]
     logits_R1V = logits_RV[:, None]
     drawn = choose(
-        logits_R1V, zero_R1, zero_R1[:, 0], slot_R, state.sampling, shape.draw, num_depths=1
+        logits_R1V,
+        torch.zeros_like(slot_R)[:, None],
+        state.num_out_S,  # nothing yet
+        slot_R,
+        state.sampling,
+        shape.draw,
+        num_depths=1,
     )
     first_tokens(
         chunk_RX,
@@ -164,7 +179,5 @@ def _draw(state: RoundState, chunk_RX: Tensor, logits_RV: Tensor, shape: RoundSh
         state.call_number,
     )
     if state.chunk_told.logprobs_BK is not None:
-        num_top = state.chunk_told.logprobs_BK.top.shape[-1]
-        told = tell_logprobs(logits_R1V, drawn.token_BN, num_top)
-        for place, value in zip(state.chunk_told.logprobs_BK, told, strict=True):
-            place[: len(slot_R)] = value
+        told = Logprobs(*(part[: len(slot_R)] for part in state.chunk_told.logprobs_BK))
+        tell_logprobs(logits_R1V, drawn.token_BN, out=told)

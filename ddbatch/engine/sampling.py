@@ -16,7 +16,6 @@ from torch import Tensor
 from ddbatch.core import Key, Sampling, StopFinder
 from ddbatch.engine.transfer import upload
 from ddbatch_kernels.facts import TokenFlag
-from ddbatch_kernels.keyed_draw import DrawParams
 
 _WORD = 0xFFFFFFFF
 _MASK64 = (1 << 64) - 1
@@ -46,17 +45,6 @@ class SlotSampling:
     seed_S2: Tensor
     hash_S2: Tensor
     token_flag_SV: Tensor
-
-    def rows(self, slot_B: Tensor) -> DrawParams:
-        """The draw's parameters of these slots."""
-        return DrawParams(
-            self.temperature_S[slot_B],
-            self.top_k_S[slot_B],
-            self.top_p_S[slot_B],
-            self.min_p_S[slot_B],
-            self.seed_S2[slot_B],
-            self.hash_S2[slot_B],
-        )
 
 
 def allocate_slot_sampling(slots: int, vocab: int, device: torch.device) -> SlotSampling:

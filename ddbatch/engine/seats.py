@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from ddbatch.core import CachePlan, Completion, Rejected, RunError, TokenLogprobs, TokenPrompt
+from ddbatch.core import CachePlan, Completion, Rejected, RunError, TokenPrompt
+from ddbatch.engine.histories import Said
 from ddbatch.engine.prefill import Placed
-from ddbatch.engine.record import RowFacts
+from ddbatch.engine.sampling import DrawKind
 from ddbatch.engine.stop_watch import Watched, cut
 from ddbatch_kernels.facts import Finish
 
@@ -57,51 +57,13 @@ class Homes:
 
 @dataclass
 class Seat:
-    """A slot in flight. accepted, depth: per round. may_end: output tokens up to the last one that
-    may end a stop string. is_loaded: its last piece is launched."""
+    """A slot in flight. draw: what its draws compute."""
 
     placed: Placed
     watched: Watched | None  # where the prompt has stop strings
     started: float
-    token_ids: list[int] = field(default_factory=list)
-    accepted: list[int] = field(default_factory=list)
-    depth: list[int] = field(default_factory=list)
-    told: list[TokenLogprobs] = field(default_factory=list)  # by round
-    may_end: int = 0
-    is_loaded: bool = False
+    draw: DrawKind
     is_cancelled: bool = False
-    length: int = field(init=False)  # committed tokens: all but the last emitted one
-
-    def __post_init__(self) -> None:
-        self.length = len(self.placed.prompt.token_ids)
-
-    @property
-    def most(self) -> int:
-        """Tokens that it may ever commit."""
-        prompt = self.placed.prompt
-        return len(prompt.token_ids) + prompt.max_new_tokens
-
-    def take(self, facts: RowFacts) -> None:
-        """Append what a program emitted."""
-        if facts.may_end:
-            self.may_end = len(self.token_ids) + facts.may_end
-        if facts.token_ids:
-            self.length += len(facts.token_ids) - (not self.token_ids)
-            self.token_ids += facts.token_ids
-        if facts.logprobs is not None:
-            self.told.append(facts.logprobs)
-
-    def take_round(self, facts: RowFacts) -> None:
-        """Append a round. RunError where the device has the sequence at another place."""
-        if facts.check != self.length:
-            raise RunError(
-                f"engine: slot {facts.slot} had {facts.check} tokens committed on the device where "
-                f"the host has {self.length}; nothing of this sequence can be trusted"
-            )
-        self.take(facts)
-        if facts.finish is not Finish.CANCELLED:
-            self.accepted.append(facts.accepted)
-            self.depth.append(facts.depth)
 
 
 class IdleWatch:
@@ -118,17 +80,6 @@ class IdleWatch:
                 f"engine: {num_seated} sequences are seated and {self._num_rounds} rounds had no "
                 "live row: the device has lost them"
             )
-
-
-def check_generation(seat: Seat | None, facts: RowFacts) -> Seat:
-    """The seat that the facts are of. RunError where the slot has another sequence by now."""
-    if seat is None or seat.placed.generation != facts.generation:
-        expected = None if seat is None else seat.placed.generation
-        raise RunError(
-            f"engine: row {facts.row} worked on sequence {facts.generation} of slot {facts.slot} "
-            f"where {expected} is seated; a stale row cannot be trusted"
-        )
-    return seat
 
 
 @dataclass
@@ -158,29 +109,19 @@ class Closing:
         return done
 
 
-def closing(seat: Seat, finish: Finish, drafted: int) -> Closing:
+def closing(seat: Seat, said: Said, finish: Finish, drafted: int) -> Closing:
     """The end of a sequence. drafted: nodes offered in every round."""
     is_stop = finish is Finish.STOP
     done = Completion(
         key=seat.placed.prompt.key,
-        token_ids=tuple(seat.token_ids),
+        token_ids=tuple(said.token_ids),
         finish_reason="stop" if is_stop else "length",
-        stop_token_id=seat.token_ids[-1] if is_stop else None,
-        accepted=tuple(seat.accepted),
-        depth=tuple(seat.depth),
+        stop_token_id=said.token_ids[-1] if is_stop else None,
+        accepted=tuple(said.accepted),
+        depth=tuple(said.depth),
         drafted=drafted,
         seconds=time.monotonic() - seat.started,
         slot=seat.placed.slot,
-        logprobs=_joined(seat.told),
+        logprobs=said.logprobs,
     )
     return Closing(done, finish is Finish.NAN_LOGITS, seat.watched)
-
-
-def _joined(told: Sequence[TokenLogprobs]) -> TokenLogprobs | None:
-    if not told:
-        return None
-    return TokenLogprobs(
-        [item for part in told for item in part.token],
-        [item for part in told for item in part.top_ids],
-        [item for part in told for item in part.top],
-    )

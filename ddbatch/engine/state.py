@@ -297,10 +297,3 @@ def cell_of(state: RoundState, slot: Tensor, pos: Tensor) -> Tensor:
     """Cells of (slot, position) pairs, two int64 tensors of one shape."""
     page = state.cache_plan.page
     return state.page_table_SP[slot, pos // page] * page + pos % page
-
-
-def scratch_cells(state: RoundState, rows: int, tokens: int) -> Tensor:
-    """Cells [rows, tokens] for a forward's own keys."""
-    first = state.scratch_cell
-    cell_T = torch.arange(first, first + rows * tokens, device=state.slot_B.device)
-    return cell_T.view(rows, tokens)

@@ -8,13 +8,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 RING_SIZE = 4  # copies that may be under way: the host reads one round late
 
 
-def upload(values: Sequence[object], dtype: torch.dtype, device: torch.device) -> Tensor:
+def upload(
+    values: Sequence[object] | NDArray[np.int64], dtype: torch.dtype, device: torch.device
+) -> Tensor:
     """Numbers as a tensor on the device. PyTorch keeps pinned memory until the copy is done."""
     staged = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
     return staged.to(device, non_blocking=True)

@@ -7,6 +7,7 @@ rows, trees or rounds: it is told positions and visible keys.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -21,12 +22,12 @@ from ddbatch.models.layers import (
     RmsNorm,
     attend,
     frozen,
-    linear_float32,
     rope_table,
 )
 from ddbatch_kernels.embed_normed import embed_normed
 from ddbatch_kernels.gated_linear import gated_linear
 from ddbatch_kernels.linear_add import linear_add
+from ddbatch_kernels.linear_float32 import linear_float32
 from ddbatch_kernels.normed import Normed
 from ddbatch_kernels.project_heads import project_heads
 
@@ -34,9 +35,17 @@ from ddbatch_kernels.project_heads import project_heads
 class DecoderLayer(nn.Module):
     """Pre-norm layer with grouped-query attention; q, k and v are one matrix."""
 
-    def __init__(self, dims: ModelDims, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        dims: ModelDims,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        in_order: bool = False,
+    ) -> None:
+        """in_order: see Target."""
         super().__init__()
-        self.dims = dims
+        self.dims, self.in_order = dims, in_order
         q_width = dims.heads * dims.head_width
         qkv_width = q_width + 2 * dims.kv_heads * dims.head_width
         self.input_norm = RmsNorm(dims.width, dims.norm_eps, dtype, device)
@@ -75,13 +84,13 @@ class DecoderLayer(nn.Module):
             cache.k_LXGE[number],
             cache.v_LXGE[number],
             cell_T,
+            in_order=self.in_order,
         )
         attended_TX = attend(q_THE, cache, number, keys.under(self.dims.windows[number]))
-        normed = linear_add(
-            attended_TX, self.out.weight, normed.x_TD, mlp_norm.weight, mlp_norm.eps
-        )
-        act_TF = gated_linear(normed, mlp.gate_up.weight)
-        return linear_add(act_TF, mlp.down.weight, normed.x_TD, next_norm.weight, next_norm.eps)
+        add = partial(linear_add, in_order=self.in_order)
+        normed = add(attended_TX, self.out.weight, normed.x_TD, mlp_norm.weight, mlp_norm.eps)
+        act_TF = gated_linear(normed, mlp.gate_up.weight, in_order=self.in_order)
+        return add(act_TF, mlp.down.weight, normed.x_TD, next_norm.weight, next_norm.eps)
 
     def destinations(self, prefix: str) -> dict[str, Tensor]:
         """Checkpoint tensor name, which begins with `prefix` -> the part of a weight it fills."""
@@ -125,13 +134,24 @@ class Target(nn.Module):
     """Weights and forward of a target of any family; weights are uninitialised until loaded."""
 
     def __init__(
-        self, dims: ModelDims, dtype: torch.dtype, device: torch.device, num_positions: int
+        self,
+        dims: ModelDims,
+        dtype: torch.dtype,
+        device: torch.device,
+        num_positions: int,
+        *,
+        in_order: bool = False,
     ) -> None:
-        """num_positions: how far the rope table reaches, drafted tokens included."""
+        """num_positions: how far the rope table reaches, drafted tokens included. in_order: whether
+        a GPU must sum up in orders that depend on positions and weights alone, so that a token's
+        bits do not depend on how many are run with it, nor on which of them form a tree.
+        """
         super().__init__()
-        self.dims = dims
+        self.dims, self.in_order = dims, in_order
         self.embed = frozen(dims.vocab, dims.width, dtype=dtype, device=device)
-        self.layers = nn.ModuleList(DecoderLayer(dims, dtype, device) for _ in range(dims.layers))
+        self.layers = nn.ModuleList(
+            DecoderLayer(dims, dtype, device, in_order=in_order) for _ in range(dims.layers)
+        )
         self.norm = RmsNorm(dims.width, dims.norm_eps, dtype, device)
         self.head = (
             self.embed
@@ -148,9 +168,10 @@ class Target(nn.Module):
         cell_T: Tensor,
         keys: LayerKeys,
         tap_layers: tuple[int, ...] = (),
+        feature_TC: Tensor | None = None,
     ) -> TargetOutput:
         """Run T = B x Q tokens at their positions; their keys and values go to these cells of the
-        cache."""
+        cache. feature_TC: where features are to go."""
         norms = norms_of(self.layers, self.norm)
         normed = embed_normed(token_T, self.embed, norms[0].weight, norms[0].eps)
         tapped = []
@@ -160,12 +181,12 @@ class Target(nn.Module):
             )
             if number in tap_layers:
                 tapped.append(normed.x_TD)
-        feature_TC = torch.cat(tapped, dim=-1) if tapped else normed.x_TD[:, :0]
-        return TargetOutput(normed.made(), feature_TC)
+        tapped_TC = torch.cat(tapped, dim=-1, out=feature_TC) if tapped else normed.x_TD[:, :0]
+        return TargetOutput(normed.made(), tapped_TC)
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
         """float32 scores [T, V]."""
-        return linear_float32(hidden_TD, self.head)
+        return linear_float32(hidden_TD, self.head, in_order=self.in_order)
 
     def destinations(self) -> dict[str, Tensor]:
         """Checkpoint tensor name -> the part of a weight that it fills."""

@@ -73,15 +73,6 @@ class Linear(nn.Module):
         return F.linear(x, self.weight, self.bias)
 
 
-def linear_float32(x_TD: Tensor, weight_VD: Tensor) -> Tensor:
-    """x W^T accumulated and stored in float32 [T, V], so that no score is rounded before a draw."""
-    if x_TD.dtype == torch.float32:
-        return F.linear(x_TD, weight_VD)
-    if x_TD.is_cuda:
-        return torch.mm(x_TD, weight_VD.t(), out_dtype=torch.float32)
-    return F.linear(x_TD.float(), weight_VD.float())
-
-
 class GatedMlp(nn.Module):
     """Weights of down(silu(gate(x)) * up(x)); gate and up are one matrix, so that they are one
     product."""

@@ -67,10 +67,17 @@ def set_numerics() -> None:
 
 
 def load_target(
-    folder: Path, dims: ModelDims, dtype: DtypeName, device: torch.device, num_positions: int
+    folder: Path,
+    dims: ModelDims,
+    dtype: DtypeName,
+    device: torch.device,
+    num_positions: int,
+    *,
+    in_order: bool = False,
 ) -> Target:
-    """The target with its weights on `device`; the rope table reaches num_positions."""
-    target = Target(dims, getattr(torch, dtype), device, num_positions)
+    """The target with its weights on `device`; the rope table reaches num_positions. in_order: see
+    Target."""
+    target = Target(dims, getattr(torch, dtype), device, num_positions, in_order=in_order)
     load_weights("model.path", folder, target.destinations())
     return target
 

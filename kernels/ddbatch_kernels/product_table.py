@@ -17,6 +17,7 @@ class Op(Enum):
     GATED = "gated_linear"
     HEADS = "project_heads, and its product where that is a launch of its own"
     NORMED_HEADS = "project_heads, heads with norms"
+    SCORES = "linear_float32"
 
 
 class Way(Enum):
@@ -104,24 +105,48 @@ TABLE: dict[Op, tuple[tuple[Row, ...], tuple[Row, ...]]] = {
         (Row(16, 16, Loop(16, 64, 8, 192 * KB)), Row(64, 64, Loop(16, 64, 8, 192 * KB))),
     ),
 }
-MOST_TOKENS = max(rows[-1].most for both in TABLE.values() for rows in both)
+# Sums in order: one tile whatever the tokens, so that T decides no bit: all tokens go through the
+# same program, and nothing is left to how tensor cores add up in other shapes.
+IN_ORDER_TOKENS = 64
+IN_ORDER: dict[Op, tuple[Loop, Loop]] = {
+    Op.ADD: (Loop(32, 128, 4, 96 * KB), Loop(32, 128, 4, 96 * KB)),
+    Op.GATED: (Loop(64, 64, 4, 96 * KB), Loop(128, 64, 8, 192 * KB)),
+    Op.HEADS: (Loop(32, 64, 4, 48 * KB), Loop(64, 128, 4, 192 * KB)),
+    Op.NORMED_HEADS: (Loop(64, 64, 4, 64 * KB), Loop(64, 64, 4, 64 * KB)),
+    Op.SCORES: (Loop(128, 64, 8, 96 * KB), Loop(128, 64, 8, 192 * KB)),
+}
 
 
-def way_of(op: Op, T: int, N: int, K: int, dtype: torch.dtype) -> Way:
-    """The way for these sizes. float32 always goes to cuBLAS: without tensor cores the rows that
-    fill a tile up cost as much as others."""
+def way_of(op: Op, T: int, N: int, K: int, dtype: torch.dtype, *, in_order: bool = False) -> Way:
+    """The way for these sizes. float32 goes to cuBLAS where sums need no order: without tensor
+    cores the rows that fill a tile up cost as much as others."""
     is_large = N * K >= LARGE
-    if dtype == torch.float32 or TABLE[op][is_large][-1].most < T:
+    if not in_order and (dtype == torch.float32 or op not in TABLE):
+        return Way.CUBLAS
+    if not in_order and TABLE[op][is_large][-1].most < T:
         return Way.CUBLAS
     return Way.TWO_LAUNCHES if op is Op.NORMED_HEADS and is_large else Way.ONE_LAUNCH
 
 
-def tile_of(op: Op, T: int, N: int, K: int, dtype: torch.dtype, *, head_width: int = 0) -> Tile:
+def tile_of(
+    op: Op,
+    T: int,
+    N: int,
+    K: int,
+    dtype: torch.dtype,
+    *,
+    in_order: bool = False,
+    head_width: int = 0,
+) -> Tile:
     """The tile of a launch. head_width: of heads with norms, which may not be cut."""
-    rows = TABLE[op][N * K >= LARGE]
-    row = next((row for row in rows if row.most >= T), rows[-1])
-    loop = whole_head(row.loop, head_width) if op is Op.NORMED_HEADS else row.loop
-    return make_tile(row.tokens, K, dtype, loop)
+    is_large = N * K >= LARGE
+    if in_order:
+        tokens, loop = IN_ORDER_TOKENS, IN_ORDER[op][is_large]
+    else:
+        rows = TABLE[op][is_large]
+        _, tokens, loop = next((row for row in rows if row.most >= T), rows[-1])
+    loop = whole_head(loop, head_width) if op is Op.NORMED_HEADS else loop
+    return make_tile(tokens, K, dtype, loop)
 
 
 def whole_head(loop: Loop, head_width: int) -> Loop:

@@ -63,6 +63,11 @@ def open_pair(config: Config, eos_token_id: int | None) -> EnginePair:
             "engine.capture=true: CUDA graphs need a CUDA device, and the run decodes on the CPU; "
             "allowed: auto, false"
         )
+    if config.engine.reproducible and device.type == "cpu":
+        raise ValueError(
+            "engine.reproducible=true: sums are kept in order by kernels of a CUDA device, and the "
+            "run decodes on the CPU; allowed: false"
+        )
     if drafter is None:
         say("drafter.path is not set: plain autoregressive decoding")
     return pair
@@ -100,6 +105,7 @@ class EnginePair:
             "dtype": self.dtype,
             "method": self.method,
             "plan": asdict(self.plan(None)),
+            "reproducible": self.config.engine.reproducible,
             "torch": torch.__version__,
         }
 
@@ -152,7 +158,12 @@ class EnginePair:
         # Caches hold whole pages, and drafted nodes may reach a block beyond the last token.
         num_positions = limit + (_auto(self.config.engine.page) or AUTO_PAGE_CUDA) + plan.block
         target = load_target(
-            Path(self.config.model.path), self.target, self.dtype, self.device, num_positions
+            Path(self.config.model.path),
+            self.target,
+            self.dtype,
+            self.device,
+            num_positions,
+            in_order=self.config.engine.reproducible,
         )
         drafter = None
         if plan.nodes > 1:

@@ -44,8 +44,10 @@ def note_changes(folder: RunFolder, about: Mapping[str, object]) -> None:
     except RunError as error:  # nothing that keeps the run right depends on them
         say(f"note: {error}")
         return
-    sizes = ("part_rows", "part_seconds", "shard_rows")
-    names = [name for name in about if name not in sizes]
+    harmless = {"part_rows", "part_seconds", "shard_rows"}
+    if about.get("reproducible"):  # what these decide changes no bit
+        harmless |= {"plan", "method", "drafter", "drafter_weights"}
+    names = [name for name in about if name not in harmless]
     changed = [name for name in names if attempts and attempts[-1].about.get(name) != about[name]]
     if changed:
         say(

@@ -9,30 +9,15 @@ tokens are bits.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from ddbatch_kernels.attention.in_order import attention_in_order_triton
 from ddbatch_kernels.attention.reference import RowKeys
+from ddbatch_kernels.attention.tiles import LOG2_E, Setting, add_keys, join_split
 from ddbatch_kernels.overlap import OVERLAP, gdc_launch_dependents, gdc_wait
-
-LOG2_E = 1.4426950408889634
-
-
-class Setting(NamedTuple):
-    """How a launch is cut. lanes: (query, head) pairs a program; keys: looked at together; split:
-    keys of a split, a multiple of `keys`; warps, stages: as Triton knows them. All of it may change
-    bits, so it depends on the sizes of a plan alone."""
-
-    lanes: int
-    keys: int
-    split: int
-    warps: int
-    stages: int
-
 
 # (programs without splits up to, keys a split), found by tests/measure_attention.py: a few tiles a
 # program where programs do not fill the GPU.
@@ -65,6 +50,8 @@ def attention_triton(
     setting: Setting | None = None,
 ) -> Tensor:
     """attention_ref on a GPU; q's strides are free, but its heads must be dense in E."""
+    if keys.in_order:
+        return attention_in_order_triton(q_BQHE, k_cache_XGE, v_cache_XGE, keys, scale=scale)
     B, Q, H, E = q_BQHE.shape
     G = k_cache_XGE.shape[1]
     assert k_cache_XGE.shape == v_cache_XGE.shape, (k_cache_XGE.shape, v_cache_XGE.shape)
@@ -250,7 +237,7 @@ def _attention_kernel(
             k_ZE = tl.load(k_at_E[None, :] + at_ZE, mask=is_e_E[None, :], other=0.0)
             v_ZE = tl.load(v_at_E[None, :] + at_ZE, mask=is_e_E[None, :], other=0.0)
         s_MZ = tl.dot(q_ME, tl.trans(k_ZE), input_precision="ieee")
-        best_M, total_M, acc_ME = _add_keys(s_MZ, v_ZE, best_M, total_M, acc_ME, scale)
+        best_M, total_M, acc_ME = add_keys(s_MZ, v_ZE, best_M, total_M, acc_ME, scale)
     for number in range(num_whole, end):
         # One loop for both kinds of keys, so that loads run ahead over the border too.
         is_prefix = number < num_tiles
@@ -279,7 +266,7 @@ def _attention_kernel(
             sees_MZ = tl.where(is_prefix, sees_MZ, sees_own_MZ)
         s_MZ = tl.dot(q_ME, tl.trans(k_ZE), input_precision="ieee")
         s_MZ = tl.where(sees_MZ, s_MZ, float("-inf"))
-        best_M, total_M, acc_ME = _add_keys(s_MZ, v_ZE, best_M, total_M, acc_ME, scale)
+        best_M, total_M, acc_ME = add_keys(s_MZ, v_ZE, best_M, total_M, acc_ME, scale)
     if num_splits > 1:
         place_M = tl.arange(0, BLOCK_M)
         part = tile * tl.num_programs(1)
@@ -302,30 +289,13 @@ def _attention_kernel(
             its_best_M = tl.load(stat_at + number * 2 * BLOCK_M, cache_modifier=".cg")
             its_total_M = tl.load(stat_at + number * 2 * BLOCK_M + BLOCK_M, cache_modifier=".cg")
             its_acc_ME = tl.load(part_at + number * BLOCK_M * BLOCK_E, cache_modifier=".cg")
-            new_best_M = tl.maximum(best_M, its_best_M)
-            shift_M = tl.where(new_best_M == float("-inf"), 0.0, new_best_M)
-            old_M, its_M = tl.exp2(best_M - shift_M), tl.exp2(its_best_M - shift_M)
-            total_M = total_M * old_M + its_total_M * its_M
-            acc_ME = acc_ME * old_M[:, None] + its_acc_ME * its_M[:, None]
-            best_M = new_best_M
+            best_M, total_M, acc_ME = join_split(
+                best_M, total_M, acc_ME, its_best_M, its_total_M, its_acc_ME
+            )
     # Zeros, and no 0 / 0, where no key was visible.
     acc_ME = acc_ME / tl.where(total_M == 0.0, 1.0, total_M)[:, None]
     out_at_ME = ((row * Q + query_M) * (G * GROUP) + head_M)[:, None] * E + e_E[None, :]
     tl.store(out_ptr + out_at_ME, acc_ME.to(out_ptr.dtype.element_ty), mask=is_query_ME)
-
-
-@triton.jit
-def _add_keys(s_MZ, v_ZE, best_M, total_M, acc_ME, scale):
-    """Take a tile of keys, by their raw scores, into the running maximum (of scaled scores, powers
-    of two), weight and sum."""
-    new_best_M = tl.maximum(best_M, tl.max(s_MZ, axis=1) * scale)
-    # A query that has seen no key yet has no finite maximum.
-    shift_M = tl.where(new_best_M == float("-inf"), 0.0, new_best_M)
-    p_MZ = tl.exp2(s_MZ * scale - shift_M[:, None])
-    old_M = tl.exp2(best_M - shift_M)
-    total_M = total_M * old_M + tl.sum(p_MZ, axis=1)
-    acc_ME = tl.dot(p_MZ.to(v_ZE.dtype), v_ZE, acc_ME * old_M[:, None], input_precision="ieee")
-    return new_best_M, total_M, acc_ME
 
 
 @triton.jit

@@ -36,6 +36,10 @@ class RowKeys:
     sees it where bit j % 32 of word j // 32 of own_BQW is set; own_BQW None: the tokens lie in the
     pages like all others. null_cell: a cell of zeros. Tensors are int64, words int32; those of
     [B, Q] may be broadcast views. arrivals: the kernel's own.
+
+    in_order: whether a GPU must add keys up by position alone (attention/in_order.py); own tokens
+    then stand at consecutive positions behind the prefix, and path_BQD, int32, names the one that
+    the query sees at each of them; -1 beyond the query's own.
     """
 
     page_table_SP: Tensor
@@ -48,6 +52,8 @@ class RowKeys:
     own_cell: int
     null_cell: int
     arrivals: Tensor | None = None
+    in_order: bool = False
+    path_BQD: Tensor | None = None
 
     @cached_property
     def dense(self) -> DenseKeys:

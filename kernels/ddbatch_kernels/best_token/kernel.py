@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ddbatch_kernels.keyed_draw.reference import Draw
+from ddbatch_kernels.keyed_draw.reference import Draw, empty_draw
 
 # Programs that keep the memory of a large GPU busy.
 READERS = 264
@@ -40,13 +40,13 @@ def split_vocab(nodes: int, vocab: int, programs: int) -> Chunks:
     return Chunks(triton.cdiv(vocab, size), size)
 
 
-def best_token_triton(logits_BNV: Tensor) -> Draw:
+def best_token_triton(logits_BNV: Tensor, *, out: Draw | None = None) -> Draw:
     """As the reference; one launch for many nodes, two for few."""
     B, N, V = logits_BNV.shape
+    out = place_of(logits_BNV, out)
     if B * N < WHOLE_NODES:
         best_TC = best_of_chunks(logits_BNV, split_vocab(B * N, V, READERS))
-        return join_chunks(best_TC, best_TC, B)
-    out = _empty_draw(B, N, logits_BNV.device)
+        return join_chunks(best_TC, best_TC, out)
     _launch(logits_BNV, Chunks(1, V), out.token_BN, out)
     return out
 
@@ -59,11 +59,10 @@ def best_of_chunks(logits_BNV: Tensor, chunks: Chunks) -> Tensor:
     return best_TC
 
 
-def join_chunks(drawn_TC: Tensor, best_TC: Tensor, rows: int) -> Draw:
-    """The token of the best of drawn_TC; best_TC tells whether the scores are numbers."""
+def join_chunks(drawn_TC: Tensor, best_TC: Tensor, out: Draw) -> Draw:
+    """Write the token of the best of drawn_TC; best_TC tells whether the scores are numbers."""
     nodes, num_drawn = drawn_TC.shape
     num_best = best_TC.shape[1]
-    out = _empty_draw(rows, nodes // rows, drawn_TC.device)
     _join_chunks_kernel[(nodes,)](
         drawn_TC,
         best_TC,
@@ -77,6 +76,14 @@ def join_chunks(drawn_TC: Tensor, best_TC: Tensor, rows: int) -> Draw:
     return out
 
 
+def place_of(logits_BNV: Tensor, out: Draw | None) -> Draw:
+    """Where the draws from these scores go: `out`, or a new place."""
+    out = out or empty_draw(logits_BNV)
+    assert all(part.shape == logits_BNV.shape[:2] for part in out), out.token_BN.shape
+    assert all(part.is_contiguous() for part in out)
+    return out
+
+
 def node_stride(logits_BNV: Tensor) -> int:
     """From a node's scores to the next one's; the nodes of all rows lie evenly."""
     N = logits_BNV.shape[1]
@@ -85,13 +92,6 @@ def node_stride(logits_BNV: Tensor) -> int:
     assert token == 1, logits_BNV.stride()
     assert row == N * node or logits_BNV.shape[0] == 1, logits_BNV.stride()
     return node if N > 1 else row
-
-
-def _empty_draw(B: int, N: int, device: torch.device) -> Draw:
-    return Draw(
-        torch.empty(B, N, dtype=torch.int64, device=device),
-        torch.empty(B, N, dtype=torch.bool, device=device),
-    )
 
 
 def _launch(logits_BNV: Tensor, chunks: Chunks, packed: Tensor, out: Draw | None) -> None:

@@ -17,6 +17,7 @@ from ddbatch_kernels.build_tree.reference import (
     TreeNodes,
     tree_capacity,
 )
+from ddbatch_kernels.open_blocks.kernel import slot_of
 
 _FIXED_POINT = tl.constexpr(FIXED_POINT)
 _FLOOR = tl.constexpr(FLOOR)
@@ -27,23 +28,38 @@ _IS_WHOLE = tl.constexpr(-(2.0**51))
 
 
 def build_tree_triton(
-    edge_BDRM: Tensor, candidate_BDM: Tensor, anchor_B: Tensor, *, out: TreeNodes
+    edge_BDRM: Tensor,
+    candidate_BDM: Tensor,
+    anchor_S: Tensor,
+    slot_B: Tensor | None = None,
+    length_S: Tensor | None = None,
+    pos_BN: Tensor | None = None,
+    *,
+    out: TreeNodes,
 ) -> None:
     """build_tree_ref on a GPU."""
     B, D, R, M = edge_BDRM.shape
     N, W = out.ancestor_BNW.shape[1:]
     assert candidate_BDM.shape == (B, D, M), (candidate_BDM.shape, edge_BDRM.shape)
-    assert anchor_B.shape == (B,), (anchor_B.shape, B)
+    num_slots = len(anchor_S)
+    assert (num_slots if slot_B is None else len(slot_B)) == B, (num_slots, B)
+    assert pos_BN is None or (length_S is not None and len(length_S) == num_slots), num_slots
+    assert pos_BN is None or pos_BN.shape == (B, N), (B, N)
     assert out.token_BN.shape == out.parent_BN.shape == out.depth_BN.shape == (B, N), (B, N)
     assert W == -(-N // 32), (W, N)
     assert D <= MAX_DEPTH, D
     assert tree_capacity(D, M, N - 1) >= N - 1, (N, D, M)
-    assert all(tensor.is_contiguous() for tensor in (edge_BDRM, candidate_BDM, anchor_B, *out))
+    tensors = (edge_BDRM, candidate_BDM, anchor_S, slot_B, length_S, pos_BN, *out)
+    assert all(tensor is None or tensor.is_contiguous() for tensor in tensors)
     _build_tree_kernel[(B,)](
         edge_BDRM,
         candidate_BDM,
-        anchor_B,
+        anchor_S,
+        slot_B,
+        length_S,
+        pos_BN,
         *out,
+        num_slots,
         D,
         R,
         M,
@@ -61,10 +77,14 @@ def _build_tree_kernel(
     edge_ptr,
     candidate_ptr,
     anchor_ptr,
+    slot_ptr,  # None: row b has slot b
+    length_ptr,
+    pos_ptr,  # None: not asked for
     token_ptr,
     parent_ptr,
     depth_ptr,
     ancestor_ptr,
+    num_slots,
     D,
     R,
     M,
@@ -76,6 +96,8 @@ def _build_tree_kernel(
     row = tl.program_id(0).to(tl.int64)
     edge_ptr += row * D * R * M
     candidate_ptr += row * D * M
+    slot = slot_of(slot_ptr, row, num_slots)
+    anchor = tl.load(anchor_ptr + slot)
 
     node_N = tl.arange(0, BLOCK_N)
     parent_N = tl.zeros([BLOCK_N], tl.int32)
@@ -119,11 +141,14 @@ def _build_tree_kernel(
     is_draft_N = is_node_N & (node_N > 0)
     place_N = (depth_N - 1) * M + rank_N
     token_N = tl.load(candidate_ptr + place_N, mask=is_draft_N, other=0)
-    token_N = tl.where(is_draft_N, token_N, tl.load(anchor_ptr + row))
+    token_N = tl.where(is_draft_N, token_N, anchor)
     tl.store(token_ptr + row * N + node_N, token_N, mask=is_node_N)
     out_parent_N = tl.where(is_draft_N, parent_N, -1).to(tl.int64)
     tl.store(parent_ptr + row * N + node_N, out_parent_N, mask=is_node_N)
     tl.store(depth_ptr + row * N + node_N, depth_N.to(tl.int64), mask=is_node_N)
+    if pos_ptr is not None:
+        pos_N = tl.load(length_ptr + slot) + depth_N
+        tl.store(pos_ptr + row * N + node_N, pos_N, mask=is_node_N)
 
     # Bits of the nodes from a node upwards, a word at a time; their reach doubles each step.
     bit_N = tl.full([BLOCK_N], 1, tl.int32) << (node_N % 32)

@@ -60,9 +60,16 @@ class _Level(NamedTuple):
 
 
 def build_tree_ref(
-    edge_BDRM: Tensor, candidate_BDM: Tensor, anchor_B: Tensor, *, out: TreeNodes
+    edge_BDRM: Tensor,
+    candidate_BDM: Tensor,
+    anchor_S: Tensor,
+    slot_B: Tensor | None = None,
+    length_S: Tensor | None = None,
+    pos_BN: Tensor | None = None,
+    *,
+    out: TreeNodes,
 ) -> None:
-    """Write the tree of each row.
+    """Write the tree of each row, and where its nodes stand.
 
     A beam per depth keeps what can still be among the first `budget` nodes, then one selection over
     all depths takes them. Shapes depend on (D, R, M, N) alone.
@@ -71,7 +78,7 @@ def build_tree_ref(
     budget = out.token_BN.shape[1] - 1
     assert D <= MAX_DEPTH, D
     assert budget <= tree_capacity(D, M, budget), (budget, D, M)
-    out.token_BN[:, 0] = anchor_B
+    out.token_BN[:, 0] = anchor_S if slot_B is None else anchor_S[slot_B]
     out.parent_BN[:, 0] = -1
     out.depth_BN[:, 0] = 0
     if budget:
@@ -81,6 +88,10 @@ def build_tree_ref(
         out.token_BN[:, 1:] = candidate_BDM.flatten(1).gather(1, place)
         out.parent_BN[:, 1:] = drafts.parent_BY
         out.depth_BN[:, 1:] = drafts.depth_BY
+    if pos_BN is not None:
+        assert length_S is not None
+        length_B = length_S if slot_B is None else length_S[slot_B]
+        torch.add(length_B[:, None], out.depth_BN, out=pos_BN)
     out.ancestor_BNW.copy_(pack_ancestors(_ancestors(out.parent_BN, D)))
 
 

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from ddbatch_kernels.normed import Normed, can_scale
 from ddbatch_kernels.overlap import OVERLAP, gdc_launch_dependents, gdc_wait
-from ddbatch_kernels.product_table import MOST_TOKENS
 
 
 @triton.jit
@@ -53,7 +52,7 @@ def embed_normed_triton(
     assert norm_weight_D.is_contiguous(), norm_weight_D.stride()
     out_TD = torch.empty((T, D), dtype=embed_VD.dtype, device=embed_VD.device)
     made = Normed(out_TD, norm_weight_D, norm_eps)
-    if T <= MOST_TOKENS and can_scale(embed_VD.dtype):
+    if can_scale(embed_VD.dtype):
         made = made._replace(
             scaled_TD=torch.empty((T, D), dtype=embed_VD.dtype, device=embed_VD.device),
             square_TY=torch.empty((T, 1), dtype=torch.float32, device=embed_VD.device),

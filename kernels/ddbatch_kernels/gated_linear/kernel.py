@@ -79,12 +79,13 @@ def _gated_linear_kernel(
     )
 
 
-def gated_linear_triton(normed: Normed, weight_2FD: Tensor) -> Tensor:
+def gated_linear_triton(normed: Normed, weight_2FD: Tensor, *, in_order: bool = False) -> Tensor:
     """What gated_linear_ref computes, by the way that the table names for these sizes."""
     T, (N, D), dtype = normed.x_TD.shape[0], weight_2FD.shape, normed.x_TD.dtype
-    if way_of(Op.GATED, T, N, D, dtype) is Way.CUBLAS:
+    if way_of(Op.GATED, T, N, D, dtype, in_order=in_order) is Way.CUBLAS:
         return gated_linear_split(normed, weight_2FD)
-    return gated_linear_fused(normed, weight_2FD, tile_of(Op.GATED, T, N, D, dtype))
+    tile = tile_of(Op.GATED, T, N, D, dtype, in_order=in_order)
+    return gated_linear_fused(normed, weight_2FD, tile)
 
 
 def gated_linear_split(normed: Normed, weight_2FD: Tensor) -> Tensor:

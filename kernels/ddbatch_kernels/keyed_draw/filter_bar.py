@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ddbatch_kernels.best_token.kernel import best_of, is_number, node_stride, packed_value
 from ddbatch_kernels.keyed_draw.reference import WEIGHT_ONE, DrawParams
+from ddbatch_kernels.open_blocks.kernel import slot_of
 
 MAX_LIST = 8192
 # Lanes of a tile of whole scores and of listed ones, which mostly are few.
@@ -36,6 +37,7 @@ def filter_bar(
     logits_BNV: Tensor,
     best_TC: Tensor,
     params: DrawParams,
+    slot_B: Tensor | None,
     *,
     has_top_k: bool,
     has_top_p: bool,
@@ -49,11 +51,13 @@ def filter_bar(
     _filter_bar_kernel[(B * N,)](
         logits_BNV,
         best_TC,
+        slot_B,
         params.temperature_B,
         params.top_k_B,
         params.top_p_B,
         listed_TX,
         bar_T,
+        len(params.temperature_B),
         N,
         V,
         node_stride(logits_BNV),
@@ -155,11 +159,13 @@ def _highest_bar(source_ptr, size, divisor, top, low, high, need, is_count, TILE
 def _filter_bar_kernel(
     logits_ptr,
     best_ptr,
+    slot_ptr,
     temperature_ptr,
     top_k_ptr,
     top_p_ptr,
     listed_ptr,
     bar_ptr,
+    num_slots,
     N,
     V,
     node_stride,
@@ -173,16 +179,16 @@ def _filter_bar_kernel(
 ):
     """One node. Grid (T,)."""
     node = tl.program_id(0).to(tl.int64)
-    row = node // N
+    slot = slot_of(slot_ptr, node // N, num_slots)
     logits_ptr += node * node_stride
     listed_ptr += node * max_list
     best = packed_value(best_of(best_ptr, node, num_best, BEST_BLOCK))
-    temperature = tl.load(temperature_ptr + row)
+    temperature = tl.load(temperature_ptr + slot)
     top_k, top_p = tl.full((), 0, tl.int64), tl.full((), 1.0, tl.float64)
     if HAS_TOP_K:
-        top_k = tl.load(top_k_ptr + row)
+        top_k = tl.load(top_k_ptr + slot)
     if HAS_TOP_P:
-        top_p = tl.load(top_p_ptr + row)
+        top_p = tl.load(top_p_ptr + slot)
     is_count = (top_k > 0) & (top_k < V)
     bar = tl.full((), float("-inf"), tl.float32)
     if (is_count | (top_p < 1.0)) & (temperature != 0) & is_number(best):

@@ -24,6 +24,7 @@ from ddbatch_kernels.best_token.kernel import (
     pack,
     packed_token,
     packed_value,
+    place_of,
     split_vocab,
 )
 from ddbatch_kernels.keyed_draw.filter_bar import filter_bar
@@ -36,6 +37,7 @@ from ddbatch_kernels.keyed_draw.noise import (
     words_of_quads,
 )
 from ddbatch_kernels.keyed_draw.reference import Draw, DrawParams
+from ddbatch_kernels.open_blocks.kernel import slot_of
 
 # Draws compute, so they need more programs than reads do to fill a GPU evenly.
 DRAWERS = 1056
@@ -50,29 +52,37 @@ _NONE = tl.constexpr(-(2**63) + 0xFFFFFFFF)
 def keyed_draw_triton(
     logits_BNV: Tensor,
     depth_BN: Tensor,
-    index_B: Tensor,
+    index_S: Tensor,
     params: DrawParams,
     *,
     num_depths: int,
     has_top_k: bool = True,
     has_top_p: bool = True,
+    slot_B: Tensor | None = None,
+    out: Draw | None = None,
 ) -> Draw:
     """As the reference; num_depths is not needed here."""
     B, N, V = logits_BNV.shape
     assert depth_BN.shape == (B, N), (depth_BN.shape, B, N)
-    depth_BN, index_B = depth_BN.contiguous(), index_B.contiguous()
-    params = DrawParams(*(part.contiguous() for part in params))
+    depth_BN = depth_BN.contiguous()
+    slot_B = None if slot_B is None else slot_B.contiguous()
+    num_slots = len(index_S)
+    assert slot_B is not None or num_slots == B, (num_slots, B)
+    assert all(part.is_contiguous() for part in (index_S, *params))
+    assert all(len(part) == num_slots for part in params), num_slots
     best_TC = best_of_chunks(logits_BNV, split_vocab(B * N, V, READERS))
     has_bar = has_top_k or has_top_p
     bar_T = best_TC
     if has_bar:
-        bar_T = filter_bar(logits_BNV, best_TC, params, has_top_k=has_top_k, has_top_p=has_top_p)
+        filters = {"has_top_k": has_top_k, "has_top_p": has_top_p}
+        bar_T = filter_bar(logits_BNV, best_TC, params, slot_B, **filters)
     chunks = split_vocab(B * N, V, DRAWERS)
     drawn_TC = torch.empty(B * N, chunks.num, dtype=torch.int64, device=logits_BNV.device)
     _keyed_draw_kernel[(B * N, chunks.num)](
         logits_BNV,
         depth_BN,
-        index_B,
+        slot_B,
+        index_S,
         params.temperature_B,
         params.min_p_B,
         params.seed_B2,
@@ -80,6 +90,7 @@ def keyed_draw_triton(
         best_TC,
         bar_T,
         drawn_TC,
+        num_slots,
         N,
         V,
         node_stride(logits_BNV),
@@ -90,7 +101,7 @@ def keyed_draw_triton(
         TILE=min(TILE, triton.next_power_of_2(chunks.size)),
         num_warps=4,
     )
-    return join_chunks(drawn_TC, best_TC, B)
+    return join_chunks(drawn_TC, best_TC, place_of(logits_BNV, out))
 
 
 @triton.jit
@@ -118,6 +129,7 @@ def _reach(is_kept, value):
 def _keyed_draw_kernel(
     logits_ptr,
     depth_ptr,
+    slot_ptr,  # None: row b has slot b
     index_ptr,
     temperature_ptr,
     min_p_ptr,
@@ -126,6 +138,7 @@ def _keyed_draw_kernel(
     best_ptr,
     bar_ptr,
     drawn_ptr,
+    num_slots,
     N,
     V,
     node_stride,
@@ -137,18 +150,18 @@ def _keyed_draw_kernel(
 ):
     """One chunk of one node. Grid (T, C)."""
     node, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    row = node // N
-    temperature = tl.load(temperature_ptr + row)
+    slot = slot_of(slot_ptr, node // N, num_slots)
+    temperature = tl.load(temperature_ptr + slot)
     best = best_of(best_ptr, node, num_best, BEST_BLOCK)
     drawn = best
     if (temperature != 0) & is_number(packed_value(best)):
         top = tl.div_rn(packed_value(best), temperature)
-        bar = top + tl.log(tl.load(min_p_ptr + row))
+        bar = top + tl.log(tl.load(min_p_ptr + slot))
         if HAS_BAR:
             bar = tl.maximum(bar, tl.load(bar_ptr + node))
-        index = (tl.load(index_ptr + row) + tl.load(depth_ptr + node)).to(tl.uint32)
-        hash_low, hash_high = _word(hash_ptr, 2 * row), _word(hash_ptr, 2 * row + 1)
-        seed_low, seed_high = _word(seed_ptr, 2 * row), _word(seed_ptr, 2 * row + 1)
+        index = (tl.load(index_ptr + slot) + tl.load(depth_ptr + node)).to(tl.uint32)
+        hash_low, hash_high = _word(hash_ptr, 2 * slot), _word(hash_ptr, 2 * slot + 1)
+        seed_low, seed_high = _word(seed_ptr, 2 * slot), _word(seed_ptr, 2 * slot + 1)
         top_noise = _noise_of_token(
             packed_token(best), index, hash_low, hash_high, seed_low, seed_high
         )

@@ -30,7 +30,7 @@ DIGIT_BITS = 8
 class DrawParams(NamedTuple):
     """How each row draws. temperature_B: float32, 0 = the largest score. top_k_B: int64, 0 = all.
     top_p_B: float64, 1 = all. min_p_B: float32, 0 = all. seed_B2, hash_B2: int64, the low and the
-    high word (0..2^32 - 1) of the row's seed and of the hash of its key.
+    high word (0..2^32 - 1) of the row's seed and of the hash of its key. Slots may stand for rows.
     """
 
     temperature_B: Tensor
@@ -40,9 +40,9 @@ class DrawParams(NamedTuple):
     seed_B2: Tensor
     hash_B2: Tensor
 
-    def rows(self, first: int, stop: int) -> "DrawParams":
-        """Those of rows first..stop."""
-        return DrawParams(*(part[first:stop] for part in self))
+    def of(self, slot_B: Tensor) -> "DrawParams":
+        """Those of rows that have these slots."""
+        return DrawParams(*(part[slot_B] for part in self))
 
 
 class Draw(NamedTuple):
@@ -52,43 +52,58 @@ class Draw(NamedTuple):
     is_finite_BN: Tensor
 
 
+def empty_draw(logits_BNV: Tensor) -> Draw:
+    """Where draws from these scores can be written."""
+    shape = logits_BNV.shape[:2]
+    return Draw(
+        logits_BNV.new_empty(shape, dtype=torch.int64),
+        logits_BNV.new_empty(shape, dtype=torch.bool),
+    )
+
+
 def keyed_draw_ref(
     logits_BNV: Tensor,
     depth_BN: Tensor,
-    index_B: Tensor,
+    index_S: Tensor,
     params: DrawParams,
     *,
     num_depths: int,
     has_top_k: bool = True,
     has_top_p: bool = True,
+    slot_B: Tensor | None = None,
+    out: Draw | None = None,
 ) -> Draw:
-    """The token that each node's float32 scores draw.
+    """The token that each node's float32 scores draw, written into `out` where that is given.
 
-    depth_BN: int64 in 0..num_depths - 1; a node at depth d draws the row's output index
-    index_B + d (from 0). Of equal perturbed scores the lower token id is drawn. A kept token whose
-    noise is -inf (the largest words) still beats every token that the filters dropped. has_top_k,
-    has_top_p: False where no row uses the filter, which is then not computed.
+    depth_BN: int64 in 0..num_depths - 1; a node at depth d draws output index index_S + d (from 0)
+    of its row's slot. slot_B: the slots of the rows; None: row b has slot b. Of equal perturbed
+    scores the lower token id is drawn. A kept token whose noise is -inf (the largest words) still
+    beats every token that the filters dropped. has_top_k, has_top_p: False where no row uses the
+    filter, which is then not computed.
     """
     B, N, V = logits_BNV.shape
     assert depth_BN.shape == (B, N), (depth_BN.shape, B, N)
     best = logits_BNV.max(dim=-1)  # of equal scores the first; NaN wins, so it is seen
-    token_BN = best.indices.clone()
+    out = out or empty_draw(logits_BNV)
+    out.is_finite_BN.copy_(best.values.isfinite())
+    if slot_B is None:
+        slot_B = torch.arange(B, device=logits_BNV.device)
     rows_at_a_time = max(1, CHUNK_WORDS // (V * max(N, num_depths)))
     for first in range(0, B, rows_at_a_time):
         own = slice(first, first + rows_at_a_time)
-        part = params.rows(own.start, own.stop)
+        part, index_B = params.of(slot_B[own]), index_S[slot_B[own]]
         is_greedy_B1 = part.temperature_B[:, None] == 0
         divisor_B11 = torch.where(is_greedy_B1, 1.0, part.temperature_B[:, None])[..., None]
         scaled_BNV = logits_BNV[own] / divisor_B11
-        noise_BDV = draw_noise(index_B[own], part.seed_B2, part.hash_B2, num_depths, V)
+        noise_BDV = draw_noise(index_B, part.seed_B2, part.hash_B2, num_depths, V)
         noise_BNV = noise_BDV.gather(1, depth_BN[own, :, None].expand(-1, -1, V))
         kept = kept_tokens(scaled_BNV, part, has_top_k=has_top_k, has_top_p=has_top_p)
         lowest = torch.finfo(torch.float32).min
         perturbed_BNV = (scaled_BNV + noise_BNV).clamp_(min=lowest)
         perturbed_BNV.masked_fill_(~kept, -torch.inf)
         drawn_BN = perturbed_BNV.max(dim=-1).indices
-        token_BN[own] = torch.where(is_greedy_B1, token_BN[own], drawn_BN)
-    return Draw(token_BN, best.values.isfinite())
+        out.token_BN[own] = torch.where(is_greedy_B1, best.indices[own], drawn_BN)
+    return out
 
 
 def draw_noise(

@@ -14,10 +14,17 @@ def linear_add(
     residual_TD: Tensor,
     norm_weight_D: Tensor,
     norm_eps: float,
+    *,
+    in_order: bool = False,
 ) -> Normed:
-    """residual + x W^T -> [T, D], a new tensor, on a GPU rounded once, to be normed like this."""
+    """residual + x W^T -> [T, D], a new tensor, on a GPU rounded once, to be normed like this.
+
+    in_order: whether a GPU must sum up in an order that does not depend on T.
+    """
     if x_TX.is_cuda:
         from ddbatch_kernels.linear_add.kernel import linear_add_triton
 
-        return linear_add_triton(x_TX, weight_DX, residual_TD, norm_weight_D, norm_eps)
+        return linear_add_triton(
+            x_TX, weight_DX, residual_TD, norm_weight_D, norm_eps, in_order=in_order
+        )
     return linear_add_ref(x_TX, weight_DX, residual_TD, norm_weight_D, norm_eps)

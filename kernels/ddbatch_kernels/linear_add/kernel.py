@@ -81,13 +81,15 @@ def linear_add_triton(
     residual_TD: Tensor,
     norm_weight_D: Tensor,
     norm_eps: float,
+    *,
+    in_order: bool = False,
 ) -> Normed:
     """What linear_add_ref computes, by the way that the table names for these sizes."""
     T, (D, X) = x_TX.shape[0], weight_DX.shape
-    if way_of(Op.ADD, T, D, X, x_TX.dtype) is Way.CUBLAS:
+    if way_of(Op.ADD, T, D, X, x_TX.dtype, in_order=in_order) is Way.CUBLAS:
         out_TD = torch.addmm(residual_TD, x_TX, weight_DX.t())
         return Normed(out_TD, norm_weight_D, norm_eps)
-    tile = tile_of(Op.ADD, T, D, X, x_TX.dtype)
+    tile = tile_of(Op.ADD, T, D, X, x_TX.dtype, in_order=in_order)
     return linear_add_fused(x_TX, weight_DX, residual_TD, norm_weight_D, norm_eps, tile)
 
 

@@ -19,20 +19,16 @@ def project_heads(
     k_cache_XGE: Tensor,
     v_cache_XGE: Tensor,
     cell_T: Tensor,
+    *,
+    in_order: bool = False,
 ) -> Tensor:
     """RMSNorm, projection and rope_append of one layer; queries [T, H, E].
 
     The projection's rows are H query heads, then G key heads, then G value heads; normed.eps is of
     all norms. rope_P2E: float32. pos_T, cell_T: int64; only a cell that none reads may be named
-    twice.
+    twice. in_order: whether a GPU must sum up in an order that does not depend on T.
     """
-    if normed.x_TD.is_cuda:
-        from ddbatch_kernels.project_heads.kernel import project_heads_triton
-
-        project = project_heads_triton
-    else:
-        project = project_heads_ref
-    return project(
+    args = (
         normed,
         qkv_weight_XD,
         qkv_bias_X,
@@ -44,3 +40,8 @@ def project_heads(
         v_cache_XGE,
         cell_T,
     )
+    if normed.x_TD.is_cuda:
+        from ddbatch_kernels.project_heads.kernel import project_heads_triton
+
+        return project_heads_triton(*args, in_order=in_order)
+    return project_heads_ref(*args)

@@ -142,18 +142,20 @@ def project_heads_triton(
     k_cache_XGE: Tensor,
     v_cache_XGE: Tensor,
     cell_T: Tensor,
+    *,
+    in_order: bool = False,
 ) -> Tensor:
     """What project_heads_ref computes, by the way that the table names for these sizes."""
     T, (N, D), E = normed.x_TD.shape[0], qkv_weight_XD.shape, k_cache_XGE.shape[2]
     has_norms = q_norm_E is not None or k_norm_E is not None
     op, dtype = Op.NORMED_HEADS if has_norms else Op.HEADS, normed.x_TD.dtype
-    way = way_of(op, T, N, D, dtype)
+    way = way_of(op, T, N, D, dtype, in_order=in_order)
     heads = (q_norm_E, k_norm_E, rope_P2E, pos_T, k_cache_XGE, v_cache_XGE, cell_T)
     if way is Way.ONE_LAUNCH:
-        tile = tile_of(op, T, N, D, dtype, head_width=E)
+        tile = tile_of(op, T, N, D, dtype, in_order=in_order, head_width=E)
         return project_heads_fused(normed, qkv_weight_XD, qkv_bias_X, *heads, tile)
     if way is Way.TWO_LAUNCHES:
-        tile = tile_of(Op.HEADS, T, N, D, dtype)
+        tile = tile_of(Op.HEADS, T, N, D, dtype, in_order=in_order)
         qkv_TX = normed_linear(normed, qkv_weight_XD, qkv_bias_X, tile)
     else:
         qkv_TX = F.linear(normed.made(), qkv_weight_XD, qkv_bias_X)

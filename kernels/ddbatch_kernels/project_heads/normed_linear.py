@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ddbatch_kernels.linear_add.kernel import check_product
-from ddbatch_kernels.normed import Normed
+from ddbatch_kernels.normed import Normed, Operand
 from ddbatch_kernels.overlap import OVERLAP, gdc_launch_dependents, gdc_wait
 from ddbatch_kernels.product_table import Tile
 from ddbatch_kernels.products import ask_for_weight, norm_scale, product_tile, read_squares
@@ -73,15 +73,31 @@ def _normed_linear_kernel(
 def normed_linear(normed: Normed, weight_ND: Tensor, bias_N: Tensor | None, tile: Tile) -> Tensor:
     """RMSNorm(x) W^T + bias -> [T, N]."""
     own = normed.operand()
+    return _launch(own, normed.eps, weight_ND, bias_N, tile, own.x_TD.dtype)
+
+
+def product(x_TD: Tensor, weight_ND: Tensor, tile: Tile, dtype: torch.dtype) -> Tensor:
+    """x W^T -> [T, N] in this dtype."""
+    return _launch(Operand(x_TD, None), 0.0, weight_ND, None, tile, dtype)
+
+
+def _launch(
+    own: Operand,
+    eps: float,
+    weight_ND: Tensor,
+    bias_N: Tensor | None,
+    tile: Tile,
+    dtype: torch.dtype,
+) -> Tensor:
     (T, D), N = own.x_TD.shape, weight_ND.shape[0]
     check_product(own.x_TD, weight_ND, vector_D=bias_N)
-    out_TN = torch.empty((T, N), dtype=own.x_TD.dtype, device=own.x_TD.device)
+    out_TN = torch.empty((T, N), dtype=dtype, device=own.x_TD.device)
     _normed_linear_kernel[triton.cdiv(N, tile.outputs), triton.cdiv(T, tile.tokens)](
         own.x_TD,
         own.x_TD.stride(0),
         own.square_TY,
         own.num_squares,
-        normed.eps,
+        eps,
         weight_ND,
         weight_ND.stride(0),
         bias_N,

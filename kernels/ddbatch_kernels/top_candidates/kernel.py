@@ -30,7 +30,13 @@ _MIN_KEY = tl.constexpr(-0x7F800001 * 2**32 - (2**31 - 1))  # -inf under the las
 _ABOVE_KEYS = tl.constexpr(2**63 - 1)
 
 
-def top_candidates_triton(logits_BDV: Tensor, num_candidates: int) -> tuple[Tensor, Tensor]:
+def top_candidates_triton(
+    logits_BDV: Tensor,
+    num_candidates: int,
+    *,
+    out: tuple[Tensor, Tensor] | None = None,
+    log_total_BD: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """top_candidates_ref on a GPU."""
     B, D, V = logits_BDV.shape
     T, M = B * D, num_candidates
@@ -41,10 +47,16 @@ def top_candidates_triton(logits_BDV: Tensor, num_candidates: int) -> tuple[Tens
     num_tiles = triton.cdiv(num_chunks, TILE)
     peak_TC = logits_BDV.new_empty(T, num_chunks)
     stat_T2X = logits_BDV.new_empty(T, 2, num_tiles)
-    token_BDM = logits_BDV.new_empty(B, D, M, dtype=torch.int64)
-    logprob_BDM = logits_BDV.new_empty(B, D, M)
+    if out is None:
+        token_BDM = logits_BDV.new_empty(B, D, M, dtype=torch.int64)
+        out = token_BDM, logits_BDV.new_empty(B, D, M)
+    assert all(part.shape == (B, D, M) for part in out), (out[0].shape, B, D, M)
+    assert all(part.is_contiguous() for part in out)
+    if log_total_BD is not None:
+        assert log_total_BD.shape == (B, D), (log_total_BD.shape, B, D)
+        assert log_total_BD.is_contiguous(), log_total_BD.stride()
     if not T:
-        return token_BDM, logprob_BDM
+        return out
     _scan_kernel[(T * num_tiles,)](
         logits_BDV, peak_TC, stat_T2X, V, num_chunks, num_tiles, CHUNK, TILE, num_warps=4
     )
@@ -52,14 +64,14 @@ def top_candidates_triton(logits_BDV: Tensor, num_candidates: int) -> tuple[Tens
     room = max(32, 2 * block_m)  # as many keys as may be left to rank
     block_c = min(max(64, triton.next_power_of_2(num_chunks)), MAX_BLOCK)
     block_v = min(max(512, 2 * CHUNK * block_m), MAX_BLOCK)
-    scratch_T2Y = token_BDM.new_empty(T, 2, room)
+    scratch_T2Y = logits_BDV.new_empty(T, 2, room, dtype=torch.int64)
     _pick_kernel[(T,)](
         logits_BDV,
         peak_TC,
         stat_T2X,
         scratch_T2Y,
-        token_BDM,
-        logprob_BDM,
+        *out,
+        log_total_BD,
         V,
         num_chunks,
         num_tiles,
@@ -72,7 +84,7 @@ def top_candidates_triton(logits_BDV: Tensor, num_candidates: int) -> tuple[Tens
         BLOCK_X=triton.next_power_of_2(num_tiles),
         num_warps=8 if max(block_c, block_v) > 2048 else 4,
     )
-    return token_BDM, logprob_BDM
+    return out
 
 
 @triton.jit
@@ -110,6 +122,7 @@ def _pick_kernel(
     scratch_ptr,
     token_ptr,
     logprob_ptr,
+    total_ptr,  # None: not asked for
     V,
     num_chunks,
     num_tiles,
@@ -164,6 +177,8 @@ def _pick_kernel(
     )
 
     log_total = _log_total(stat_ptr + position * 2 * num_tiles, num_tiles, BLOCK_X)
+    if total_ptr is not None:
+        tl.store(total_ptr + position, log_total)
     RANKED: tl.constexpr = min(ROOM, 128)
     for start in range(0, num_best, RANKED):
         place = start + tl.arange(0, RANKED)
@@ -177,6 +192,7 @@ def _pick_kernel(
         score = _ordered_score(key)
         bits = (score ^ ((score >> 31) & 0x7FFFFFFF)).to(tl.int32)
         logprob = bits.to(tl.float32, bitcast=True) - log_total
+        logprob = tl.where(logprob > 0.0, 0.0, logprob)  # NaN stays
         tl.store(token_ptr + position * M + rank, _name(key), mask=is_kept)
         tl.store(logprob_ptr + position * M + rank, logprob, mask=is_kept)
 

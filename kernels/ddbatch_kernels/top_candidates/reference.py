@@ -10,15 +10,22 @@ from torch import Tensor
 CHUNK = 64  # tokens per chunk of the two-stage selection; any value gives the same result
 
 
-def top_candidates_ref(logits_BDV: Tensor, num_candidates: int) -> tuple[Tensor, Tensor]:
+def top_candidates_ref(
+    logits_BDV: Tensor,
+    num_candidates: int,
+    *,
+    out: tuple[Tensor, Tensor] | None = None,
+    log_total_BD: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """Tokens and log-probs of the candidates, both [B, D, M], ordered by (logit desc, token id
-    asc).
+    asc), written into `out` where that is given, and log-sum-exps into log_total_BD.
 
     logits: float32. token: int64. log-prob: float32(logit - logsumexp(logits)), not divided by a
-    temperature. torch.topk leaves the order of equal values open, so values and ids are packed into
-    one integer key. The M best tokens lie in the M chunks whose best token ranks first, since each
-    better chunk holds at least one better token: only those chunks are searched. Where a row's
-    scores are not all numbers its candidates are still distinct tokens.
+    temperature and not above 0, as rounding could lift it. torch.topk leaves the order of equal
+    values open, so values and ids are packed into one integer key. The M best tokens lie in the M
+    chunks whose best token ranks first, since each better chunk holds at least one better token:
+    only those chunks are searched. Where a row's scores are not all numbers its candidates are
+    still distinct tokens.
     """
     B, D, V = logits_BDV.shape
     M = num_candidates
@@ -34,7 +41,15 @@ def top_candidates_ref(logits_BDV: Tensor, num_candidates: int) -> tuple[Tensor,
     best = _ranked(inside.flatten(2), M, token.flatten(2))
     token = token.flatten(2).gather(2, best)
     logit = logits_BDV.gather(2, token)
-    return token, logit - logits_BDV.logsumexp(dim=-1, keepdim=True)
+    total_BD1 = logits_BDV.logsumexp(dim=-1, keepdim=True)
+    logprob = (logit - total_BD1).clamp(max=0)
+    if log_total_BD is not None:
+        log_total_BD.copy_(total_BD1.squeeze(2))
+    if out is None:
+        return token, logprob
+    for place, value in zip(out, (token, logprob), strict=True):
+        place.copy_(value)
+    return out
 
 
 def _ranked(value: Tensor, count: int, name: Tensor | None = None) -> Tensor:

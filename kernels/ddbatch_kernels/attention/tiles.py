@@ -1,0 +1,47 @@
+"""A tile of keys and a split of them, taken into the running softmax of a tile of queries."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+LOG2_E = 1.4426950408889634
+
+
+class Setting(NamedTuple):
+    """How a launch is cut. lanes: (query, head) pairs a program; keys: looked at together; split:
+    keys of a split, a multiple of `keys`; warps, stages: as Triton knows them. All of it may change
+    bits, so it depends on the sizes of a plan alone."""
+
+    lanes: int
+    keys: int
+    split: int
+    warps: int
+    stages: int
+
+
+@triton.jit
+def add_keys(s_MZ, v_ZE, best_M, total_M, acc_ME, scale):
+    """Take a tile of keys, by their raw scores, into the running maximum (of scaled scores, powers
+    of two), weight and sum."""
+    new_best_M = tl.maximum(best_M, tl.max(s_MZ, axis=1) * scale)
+    # A query that has seen no key yet has no finite maximum.
+    shift_M = tl.where(new_best_M == float("-inf"), 0.0, new_best_M)
+    p_MZ = tl.exp2(s_MZ * scale - shift_M[:, None])
+    old_M = tl.exp2(best_M - shift_M)
+    total_M = total_M * old_M + tl.sum(p_MZ, axis=1)
+    acc_ME = tl.dot(p_MZ.to(v_ZE.dtype), v_ZE, acc_ME * old_M[:, None], input_precision="ieee")
+    return new_best_M, total_M, acc_ME
+
+
+@triton.jit
+def join_split(best_M, total_M, acc_ME, its_best_M, its_total_M, its_acc_ME):
+    """Take the maximum, weight and sum of the next split into the running ones."""
+    new_best_M = tl.maximum(best_M, its_best_M)
+    shift_M = tl.where(new_best_M == float("-inf"), 0.0, new_best_M)
+    old_M, its_M = tl.exp2(best_M - shift_M), tl.exp2(its_best_M - shift_M)
+    total_M = total_M * old_M + its_total_M * its_M
+    acc_ME = acc_ME * old_M[:, None] + its_acc_ME * its_M[:, None]
+    return new_best_M, total_M, acc_ME
