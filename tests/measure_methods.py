@@ -7,8 +7,9 @@ the target's template; they are repeated up to --num-prompts. All arms of a numb
 process; each has one engine, which is warmed by a pass, and then timed passes of the arms take
 turns. A line gives the median of an arm's passes and their spread. Time is the whole of Engine.run:
 prefill, rounds, drain and the collection of results. With --calls a call has as many prompts as
-rows, and the next one waits for its last token. --transformers adds
-`generate` of Hugging Face transformers on the same target, in full batches of as many rows.
+rows, and the next one waits for its last token. --transformers adds `generate` of Hugging Face
+transformers on the same target, in full batches of as many rows, with its usual cache and with a
+static one, for which it compiles the model on CUDA.
 """
 
 from __future__ import annotations
@@ -62,6 +63,8 @@ HEADS = (
     "outputs equal to autoregressive",
 )
 
+# Ways of transformers, and their caches.
+PEERS = {"transformers": None, "transformers, static cache, compiled on CUDA": "static"}
 Outputs = list[tuple[int, ...]]
 
 
@@ -151,19 +154,19 @@ def measure_rows(
     engines = [make_engine(pair, arm, max_len, pool) for arm in arms]
     few = work[: rows * args.transformers_batches]
     passes: list[list[Pass]] = [[] for _ in arms]
-    plain: list[Pass] = []
+    peers: dict[str, list[Pass]] = {} if model is None else {name: [] for name in PEERS}
     for repeat in range(args.repeats + 1):  # the first one warms up
         for engine, results in zip(engines, passes, strict=True):
             result = run_engine(engine, work, rows if args.calls else len(work))
             results += [result] if repeat else []
-        if model is not None:
-            result = run_transformers(model, few, rows)
-            plain += [result] if repeat else []
+        for name, results in peers.items():
+            result = run_transformers(model, few, rows, PEERS[name])
+            results += [result] if repeat else []
     lines = [
         Line(arm.name, rows, results, time_round(engine, max_len))
         for arm, engine, results in zip(arms, engines, passes, strict=True)
     ]
-    return lines + ([Line("transformers", rows, plain, None)] if plain else [])
+    return lines + [Line(name, rows, results, None) for name, results in peers.items()]
 
 
 def run_engine(engine: Engine, work: Sequence[TokenPrompt], call: int) -> Pass:
@@ -229,21 +232,25 @@ def load_transformers(folder: Path, pair: Pair) -> Any:
 
 
 @torch.inference_mode()
-def run_transformers(model: Any, work: Sequence[TokenPrompt], rows: int) -> Pass:
-    """One pass of `generate` over full batches, padded on the left."""
+def run_transformers(model: Any, work: Sequence[TokenPrompt], rows: int, cache: str | None) -> Pass:
+    """One pass of `generate` over full batches, padded on the left to one width; cache: which."""
     from transformers import GenerationConfig
 
     configure: Any = GenerationConfig  # its constructor has no hints
     stop, cap = work[0].sampling.stop_token_ids, work[0].max_new_tokens
     # Given to the model, not to the call: a call's None would mean the model's own stop token.
     model.generation_config = configure(
-        do_sample=False, max_new_tokens=cap, eos_token_id=list(stop) or None, pad_token_id=0
+        do_sample=False,
+        max_new_tokens=cap,
+        eos_token_id=list(stop) or None,
+        pad_token_id=0,
+        cache_implementation=cache,
     )
+    width = max(len(prompt.token_ids) for prompt in work)
     outputs: Outputs = []
     started = time.perf_counter()
     for first in range(0, len(work), rows):
         batch = [prompt.token_ids for prompt in work[first : first + rows]]
-        width = max(map(len, batch))
         ids = torch.tensor([[0] * (width - len(ids)) + list(ids) for ids in batch])
         mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in batch])
         made = model.generate(ids.to(model.device), attention_mask=mask.to(model.device))

@@ -12,6 +12,7 @@ from ddbatch.engine.plan import (
     MAX_CHUNKS,
     MIN_CHUNKS,
     MIN_KEYS_CUDA,
+    USUAL_CHUNKS,
     Method,
     choose_method,
     plan_cache,
@@ -188,11 +189,11 @@ def test_a_gpus_prefill_calls_grow_with_the_rows_up_to_a_size() -> None:
     chunks = [plan.chunks for plan in made]
     assert chunks == sorted(chunks)
     assert (chunks[0], chunks[-1]) == (MIN_CHUNKS, most)
-    assert all(plan.chunks >= min(rows, most) for rows, plan in enumerate(made, start=1))
+    assert all(plan.chunks >= min(rows, USUAL_CHUNKS) for rows, plan in enumerate(made, start=1))
     assert len({plan.chunk for plan in made}) == 1  # so the rows change no order of summation
 
 
 def test_only_a_gpus_prefill_calls_are_of_one_size() -> None:
     assert plan_prefill(1, "cpu") == PrefillPlan(chunks=32, chunk=16, is_fixed=False)
     assert plan_prefill(7, "cpu") == PrefillPlan(chunks=32, chunk=16, is_fixed=False)
-    assert plan_prefill(128, "cuda") == PrefillPlan(chunks=16, chunk=64, is_fixed=True)
+    assert plan_prefill(128, "cuda") == PrefillPlan(chunks=32, chunk=64, is_fixed=True)

@@ -22,10 +22,11 @@ KEY_STEP = 64
 MIN_KEYS_CUDA = 1024
 # Prompt tokens in a piece, and pieces in a prefill call: large enough for matrix products. A GPU's
 # calls are of one size, whatever waits; few rows make few tokens between calls, so theirs are
-# smaller. A CPU's shrink to what waits.
+# smaller, and hundreds end and begin at a rate that keeps larger ones full. A CPU's shrink to what
+# waits.
 CHUNK = {"cpu": 16, "cuda": 64}
-MAX_CHUNKS = {"cpu": 32, "cuda": 16}
-MIN_CHUNKS = 4
+MAX_CHUNKS = {"cpu": 32, "cuda": 64}
+MIN_CHUNKS, USUAL_CHUNKS, ROWS_A_CHUNK = 4, 16, 4
 
 
 def choose_method(method: str, budget: int | None, has_drafter: bool) -> Method:
@@ -111,7 +112,8 @@ def plan_prefill(rows: int, device: str) -> PrefillPlan:
     """Calls that keep up with `rows` rows."""
     is_fixed, chunks = device == "cuda", MAX_CHUNKS[device]
     if is_fixed:
-        chunks = max(MIN_CHUNKS, min(chunks, rows))
+        usual = max(MIN_CHUNKS, min(USUAL_CHUNKS, rows))
+        chunks = max(usual, min(chunks, rows // ROWS_A_CHUNK))
     return PrefillPlan(chunks=chunks, chunk=CHUNK[device], is_fixed=is_fixed)
 
 

@@ -11,9 +11,10 @@ A row of x meets no other row: its bits depend on its own elements, K and the la
 import triton
 import triton.language as tl
 
+from ddbatch_kernels.overlap import LINE_BYTES, ask_for
+
 # What a program asks for while it waits: what all of them may hold of a large weight at a time.
 AHEAD_BYTES = tl.constexpr(48 << 10)
-LINE_BYTES = tl.constexpr(64)  # the least that a prefetch is sure to bring
 
 
 @triton.jit
@@ -58,8 +59,7 @@ def ask_for_weight(
     K: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Have the beginning of these rows brought to the L2 cache. Nothing is read, so it may stand
-    before the wait for an earlier kernel even if that one makes the weight."""
+    """Have the beginning of these rows brought to the L2 cache."""
     SIZE: tl.constexpr = weight_ptr.dtype.element_ty.primitive_bitwidth // 8
     LINE: tl.constexpr = LINE_BYTES // SIZE
     MOST: tl.constexpr = AHEAD_BYTES // SIZE // BLOCK_N
@@ -68,14 +68,7 @@ def ask_for_weight(
     for start in tl.static_range(0, AHEAD, STEP):
         place_K = tl.minimum(start + tl.arange(0, 8) * LINE, K - 1)
         ptrs = weight_ptr + output_N[:, None] * weight_stride + place_K[None, :]
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-            "=r,l",
-            [ptrs],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
+        ask_for(ptrs)
 
 
 @triton.jit

@@ -17,7 +17,7 @@ from torch import Tensor
 from ddbatch_kernels.attention.in_order import attention_in_order_triton
 from ddbatch_kernels.attention.reference import RowKeys
 from ddbatch_kernels.attention.tiles import LOG2_E, Setting, add_keys, join_split
-from ddbatch_kernels.overlap import OVERLAP, gdc_launch_dependents, gdc_wait
+from ddbatch_kernels.overlap import OVERLAP, ask_for_rows, gdc_launch_dependents, gdc_wait
 
 # (programs without splits up to, keys a split), found by tests/measure_attention.py: a few tiles a
 # program where programs do not fill the GPU.
@@ -38,6 +38,11 @@ def setting_of(rows: int, kv_heads: int, queries: int, width: int, dtype: torch.
     # A tile's page is known a tile ahead of its keys.
     stages = 1 if is_float32 else 4 if width <= 64 else 3 if width <= 128 else 2
     return Setting(lanes, keys, split, warps, stages)
+
+
+def splits_ahead(cut: Setting, block_e: int) -> int:
+    """How many splits are read at once, in up to 64 registers a thread."""
+    return max(1, min(8, 64 * 32 * cut.warps // (cut.lanes * block_e)))
 
 
 def attention_triton(
@@ -118,6 +123,7 @@ def attention_triton(
         BLOCK_M=cut.lanes,
         BLOCK_E=BLOCK_E,
         BLOCK_KEYS=cut.keys,
+        AHEAD=splits_ahead(cut, BLOCK_E),
         BLOCK_W=triton.next_power_of_2(triton.cdiv(Q, 32)),
         num_warps=cut.warps,
         num_stages=cut.stages,
@@ -166,12 +172,10 @@ def _attention_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
+    AHEAD: tl.constexpr,
     BLOCK_W: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    if OVERLAPS:
-        gdc_wait()
-        gdc_launch_dependents()
     tile = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
     tiles = tl.cdiv(Q * GROUP, BLOCK_M)
@@ -185,6 +189,20 @@ def _attention_kernel(
     ).to(tl.int32)
     last = tl.max(stop_M, axis=0)
     num_splits = tl.maximum(tl.cdiv(last, SPLIT), 1)
+    slot = tl.load(slot_ptr + row * slot_stride)
+    page_at = page_table_ptr + slot * table_stride
+    if OVERLAPS:
+        # So far nothing was read that the kernel before this one may still write: it waited for all
+        # before it. Committed keys begin to arrive while it runs.
+        for ahead in tl.static_range(min(2 * BLOCK_KEYS, SPLIT) // BLOCK_KEYS):
+            z_Z = split * SPLIT + ahead * BLOCK_KEYS + tl.arange(0, BLOCK_KEYS)
+            page_Z = tl.load(page_at + z_Z // PAGE, mask=z_Z < last, other=0)
+            cell_Z = page_Z * PAGE + z_Z % PAGE
+            at_Z = cell_Z * cell_stride + head * head_stride
+            ask_for_rows(k_ptr, at_Z, E)
+            ask_for_rows(v_ptr, at_Z, E)
+        gdc_wait()
+        gdc_launch_dependents()
     if split >= num_splits:
         return
     e_E = tl.arange(0, BLOCK_E)
@@ -205,8 +223,6 @@ def _attention_kernel(
         first_M = tl.load(first_at, mask=is_lane_M, other=0x7FFFFFFF).to(tl.int32)
         # A window leaves most of a long prefix out: whole tiles of it are not even read.
         start = tl.maximum(start, tl.min(first_M, axis=0) // BLOCK_KEYS * BLOCK_KEYS)
-    slot = tl.load(slot_ptr + row * slot_stride)
-    page_at = page_table_ptr + slot * table_stride
     k_at_E = k_ptr + head * head_stride + e_E
     v_at_E = v_ptr + head * head_stride + e_E
     num_tiles = tl.maximum(tl.cdiv(stop - start, BLOCK_KEYS), 0)
@@ -284,14 +300,33 @@ def _attention_kernel(
         best_M = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total_M = tl.zeros([BLOCK_M], tl.float32)
         acc_ME = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
-        for number in range(num_splits):
-            # Past the L1: another multiprocessor wrote these.
-            its_best_M = tl.load(stat_at + number * 2 * BLOCK_M, cache_modifier=".cg")
-            its_total_M = tl.load(stat_at + number * 2 * BLOCK_M + BLOCK_M, cache_modifier=".cg")
-            its_acc_ME = tl.load(part_at + number * BLOCK_M * BLOCK_E, cache_modifier=".cg")
-            best_M, total_M, acc_ME = join_split(
-                best_M, total_M, acc_ME, its_best_M, its_total_M, its_acc_ME
-            )
+        for first in range(0, num_splits, AHEAD):
+            # Unrolled, so that some are read at once: to wait for each would take longer.
+            for ahead in tl.static_range(AHEAD):
+                number = first + ahead
+                is_split_M = number + tl.zeros([BLOCK_M], tl.int32) < num_splits
+                # Past the L1: another multiprocessor wrote these.
+                its_best_M = tl.load(
+                    stat_at + number * 2 * BLOCK_M,
+                    mask=is_split_M,
+                    other=float("-inf"),
+                    cache_modifier=".cg",
+                )
+                its_total_M = tl.load(
+                    stat_at + number * 2 * BLOCK_M + BLOCK_M,
+                    mask=is_split_M,
+                    other=0.0,
+                    cache_modifier=".cg",
+                )
+                its_acc_ME = tl.load(
+                    part_at + number * BLOCK_M * BLOCK_E,
+                    mask=is_split_M[:, None],
+                    other=0.0,
+                    cache_modifier=".cg",
+                )
+                best_M, total_M, acc_ME = join_split(
+                    best_M, total_M, acc_ME, its_best_M, its_total_M, its_acc_ME
+                )
     # Zeros, and no 0 / 0, where no key was visible.
     acc_ME = acc_ME / tl.where(total_M == 0.0, 1.0, total_M)[:, None]
     out_at_ME = ((row * Q + query_M) * (G * GROUP) + head_M)[:, None] * E + e_E[None, :]
