@@ -34,8 +34,10 @@ from ddbatch_kernels.gated_linear.kernel import gated_linear_fused, gated_linear
 from ddbatch_kernels.linear_add.kernel import linear_add_fused
 from ddbatch_kernels.normed import Normed
 from ddbatch_kernels.product_table import KB, LARGE, Loop, Tile, make_tile, whole_head
-from ddbatch_kernels.project_heads.kernel import append_heads, project_heads_fused
+from ddbatch_kernels.project_heads.kernel import project_heads_fused
 from ddbatch_kernels.project_heads.normed_linear import normed_linear
+from ddbatch_kernels.rope_append import Heads
+from ddbatch_kernels.rope_append.kernel import rope_append_triton
 
 DTYPE = torch.bfloat16 if torch.cuda.is_available() else torch.float32
 TOKENS = (1, 8, 9, 16, 17, 33, 64, 72, 128, 136, 272)
@@ -187,13 +189,7 @@ class Inputs(NamedTuple):
     normed: Normed  # x; its norm is of heads and gated
     next_norm_N: Tensor  # of out and down
     residual_TN: Tensor
-    q_norm_E: Tensor | None
-    k_norm_E: Tensor | None
-    rope_P2E: Tensor
-    pos_T: Tensor
-    k_cache_XGE: Tensor
-    v_cache_XGE: Tensor
-    cell_T: Tensor
+    heads: Heads
 
 
 def inputs_of(case: Case, tokens: int, device: torch.device) -> Inputs:
@@ -202,31 +198,23 @@ def inputs_of(case: Case, tokens: int, device: torch.device) -> Inputs:
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, device=device).to(DTYPE)
 
-    head_norm = normal(own.head_width) if own.has_norms else None
-    plane = (2 * tokens, own.kv_heads, own.head_width)
+    head_norm = normal(1, own.head_width) if own.has_norms else None
+    plane = (1, 2 * tokens, own.kv_heads, own.head_width)
     place_T = torch.arange(tokens, device=device)
     # As embed_normed and linear_add make them.
     x, norm = normal(tokens, K), normal(K)
     tiles = max(1, K // 32)
     normed = Normed(x, norm, EPS, x * norm, x.float().unflatten(1, (tiles, -1)).square().sum(dim=2))
-    return Inputs(
-        normed,
-        normal(N),
-        normal(tokens, N),
-        head_norm,
-        head_norm,
-        torch.randn((tokens, 2, own.head_width), device=device),
-        place_T,
-        normal(*plane),
-        normal(*plane),
-        place_T,
-    )
+    rope = torch.randn((tokens, 2, own.head_width), device=device)
+    planes = (normal(*plane), normal(*plane))
+    heads = Heads(head_norm, head_norm, EPS, rope, place_T, *planes, place_T)
+    return Inputs(normed, normal(N), normal(tokens, N), heads)
 
 
 def call_of(case: Case, arm: Arm, given: Inputs) -> Callable[[Tensor], Tensor]:
     """The op as a function of its weight."""
-    normed, next_norm, residual = given[:3]
-    heads, tile = given[3:], arm.tile
+    normed, next_norm, residual, heads = given
+    tile = arm.tile
     if case.op == "gated":
         if tile is None:
             return lambda weight: gated_linear_split(normed, weight)
@@ -237,12 +225,14 @@ def call_of(case: Case, arm: Arm, given: Inputs) -> Callable[[Tensor], Tensor]:
             return lambda weight: torch.addmm(residual, x, weight.t())
         return lambda weight: linear_add_fused(x, weight, residual, next_norm, EPS, tile).x_TD
     if tile is None:
-        return lambda weight: append_heads(
-            torch.nn.functional.linear(normed.made(), weight), EPS, *heads
-        )
+        return lambda weight: rope_append_triton(
+            torch.nn.functional.linear(normed.made(), weight)[None], heads
+        )[0]
     if arm.way == "one launch":
-        return lambda weight: project_heads_fused(normed, weight, None, *heads, tile)
-    return lambda weight: append_heads(normed_linear(normed, weight, None, tile), EPS, *heads)
+        return lambda weight: project_heads_fused(normed, weight, None, heads, tile)
+    return lambda weight: rope_append_triton(
+        normed_linear(normed, weight, None, tile)[None], heads
+    )[0]
 
 
 @torch.inference_mode()

@@ -17,6 +17,7 @@ from ddbatch_kernels.linear_add import linear_add_ref
 from ddbatch_kernels.linear_add.kernel import linear_add_triton
 from ddbatch_kernels.linear_float32.kernel import linear_float32_triton
 from ddbatch_kernels.normed import Normed
+from ddbatch_kernels.project_heads import Heads
 from ddbatch_kernels.project_heads.kernel import project_heads_triton
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -83,14 +84,14 @@ def test_heads(
     angle = torch.linspace(0, 3, 200 * head_width // 2, device=kernel_device)
     angle = angle.view(200, 1, -1).repeat(1, 1, 2)
     rope = torch.cat((angle.cos(), angle.sin()), dim=1)
-    head_norms = (normal(head_width), normal(head_width)) if has_norms else (None, None)
+    head_norms = (normal(1, head_width), normal(1, head_width)) if has_norms else (None, None)
     place = torch.arange(130, device=kernel_device)
 
     def run(T: int) -> Tensor:
-        k, v = (torch.zeros(130, 1, head_width, dtype=dtype, device=kernel_device) for _ in "kv")
-        heads = (*head_norms, rope, place[:T], k, v, place[:T])
-        q = project_heads_triton(part(stream, T), weight, None, *heads, in_order=True)
-        return torch.cat((q, k[:T], v[:T]), dim=1)
+        k, v = (torch.zeros(1, 130, 1, head_width, dtype=dtype, device=kernel_device) for _ in "kv")
+        heads = Heads(*head_norms, EPS, rope, place[:T], k, v, place[:T])
+        q = project_heads_triton(part(stream, T), weight, None, heads, in_order=True)
+        return torch.cat((q, k[0, :T], v[0, :T]), dim=1)
 
     assert_tokens_decide_no_bit(run)
 

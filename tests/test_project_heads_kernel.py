@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ddbatch_kernels.normed import Normed
 from ddbatch_kernels.product_table import Op, Tile, Way, tile_of, way_of
+from ddbatch_kernels.project_heads import Heads, project_heads_ref
 from ddbatch_kernels.project_heads import kernel as project_heads_kernel
-from ddbatch_kernels.project_heads import project_heads_ref
 from ddbatch_kernels.project_heads.kernel import project_heads_fused, project_heads_triton
 
 POSITIONS, CELLS = 37, 90
@@ -26,7 +26,7 @@ def _like_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Case(NamedTuple):
-    """Arguments of project_heads, in order."""
+    """Arguments of project_heads, one by one."""
 
     normed: Normed
     qkv_weight_XD: Tensor
@@ -38,6 +38,14 @@ class Case(NamedTuple):
     k_cache_XGE: Tensor
     v_cache_XGE: Tensor
     cell_T: Tensor
+
+    @property
+    def args(self) -> tuple[Normed, Tensor, Tensor | None, Heads]:
+        """As project_heads takes them."""
+        layer = [None if item is None else item[None] for item in (self.q_norm_E, self.k_norm_E)]
+        planes = (self.k_cache_XGE[None], self.v_cache_XGE[None])
+        heads = Heads(*layer, self.normed.eps, self.rope_P2E, self.pos_T, *planes, self.cell_T)
+        return *self[:3], heads
 
     def to(self, dtype: torch.dtype) -> Case:
         """The same numbers in another dtype, in memory of their own; the rope table stays."""
@@ -65,7 +73,7 @@ class Case(NamedTuple):
 
     def fused(self, tile: Tile | None = None) -> Tensor:
         """Queries, by one launch."""
-        return project_heads_fused(*self, tile or self.tile)
+        return project_heads_fused(*self.args, tile or self.tile)
 
 
 def begun(x_TD: Tensor, weight_D: Tensor, eps: float) -> Normed:
@@ -116,8 +124,8 @@ def assert_like_reference(case: Case, found_q: Tensor) -> None:
     named = torch.zeros(CELLS, dtype=torch.bool, device=case.cell_T.device)
     named[case.cell_T] = True
     found = found_q, case.k_cache_XGE[named], case.v_cache_XGE[named]
-    expected = project_heads_ref(*own), own.k_cache_XGE[named], own.v_cache_XGE[named]
-    truth = project_heads_ref(*exact), exact.k_cache_XGE[named], exact.v_cache_XGE[named]
+    expected = project_heads_ref(*own.args), own.k_cache_XGE[named], own.v_cache_XGE[named]
+    truth = project_heads_ref(*exact.args), exact.k_cache_XGE[named], exact.v_cache_XGE[named]
     for one, two, three in zip(found, expected, truth, strict=True):
         assert one.shape == two.shape
         if one.dtype == torch.float32:
@@ -181,7 +189,7 @@ def test_all_ways_agree(
 ) -> None:
     monkeypatch.setattr(project_heads_kernel, "way_of", lambda *sizes, in_order: way)
     case = make_case(kernel_device, dtype, tokens=9, has_bias=True, has_norms=has_norms)
-    assert_like_reference(case, project_heads_triton(*case))
+    assert_like_reference(case, project_heads_triton(*case.args))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

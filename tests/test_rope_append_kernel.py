@@ -10,7 +10,7 @@ import torch
 from kernel_errors import assert_no_worse, mend_bfloat16
 from torch import Tensor
 
-from ddbatch_kernels.rope_append import rope_append_ref
+from ddbatch_kernels.rope_append import Heads, rope_append_ref
 from ddbatch_kernels.rope_append.kernel import rope_append_triton
 from ddbatch_kernels.silu_mul import silu_mul_ref
 from ddbatch_kernels.silu_mul.kernel import silu_mul_triton
@@ -24,7 +24,7 @@ def _like_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Case(NamedTuple):
-    """Arguments of rope_append, in order."""
+    """Arguments of rope_append, one by one."""
 
     qkv_LTX: Tensor
     q_norm_LE: Tensor | None
@@ -35,6 +35,11 @@ class Case(NamedTuple):
     k_cache_LXGE: Tensor
     v_cache_LXGE: Tensor
     cell_T: Tensor
+
+    @property
+    def args(self) -> tuple[Tensor, Heads]:
+        """As rope_append takes them."""
+        return self.qkv_LTX, Heads(*self[1:])
 
     def to(self, dtype: torch.dtype) -> Case:
         """The same numbers in another dtype, in memory of their own; the rope table stays."""
@@ -87,9 +92,9 @@ def assert_like_reference(case: Case) -> None:
     float64; cells that are not named keep their bits."""
     own, exact = case.to(case.qkv_LTX.dtype), case.to(torch.float64)
     before = case.k_cache_LXGE.clone(), case.v_cache_LXGE.clone()
-    found = rope_append_triton(*case), case.k_cache_LXGE, case.v_cache_LXGE
-    expected = rope_append_ref(*own), own.k_cache_LXGE, own.v_cache_LXGE
-    truth = rope_append_ref(*exact), exact.k_cache_LXGE, exact.v_cache_LXGE
+    found = rope_append_triton(*case.args), case.k_cache_LXGE, case.v_cache_LXGE
+    expected = rope_append_ref(*own.args), own.k_cache_LXGE, own.v_cache_LXGE
+    truth = rope_append_ref(*exact.args), exact.k_cache_LXGE, exact.v_cache_LXGE
     assert found[0].shape == expected[0].shape
     assert found[0].dtype == expected[0].dtype
     others = torch.ones(CELLS, dtype=torch.bool, device=case.cell_T.device)
@@ -124,7 +129,7 @@ def test_any_number_of_tokens(tokens: int, dtype: torch.dtype, kernel_device: st
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_context_of_several_layers_has_no_queries(dtype: torch.dtype, kernel_device: str) -> None:
     case = make_case(kernel_device, dtype, layers=3, tokens=7, heads=0, kv_heads=2)
-    assert rope_append_triton(*case.to(dtype)).shape == (3, 7, 0, 64)
+    assert rope_append_triton(*case.to(dtype).args).shape == (3, 7, 0, 64)
     assert_like_reference(case)
     assert_like_reference(case._replace(q_norm_LE=None))
 
@@ -137,7 +142,7 @@ def test_trash_cell_may_be_named_by_many(kernel_device: str) -> None:
     case = make_case(kernel_device, tokens=9)
     case.cell_T[[2, 4, 8]] = 7
     own = case.to(torch.float32)
-    found, expected = rope_append_triton(*case), rope_append_ref(*own)
+    found, expected = rope_append_triton(*case.args), rope_append_ref(*own.args)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     kept = torch.arange(CELLS) != 7
     torch.testing.assert_close(
@@ -149,7 +154,7 @@ def test_cells_and_positions_that_do_not_exist_touch_nothing(kernel_device: str)
     case = make_case(kernel_device, tokens=6)
     wild = torch.tensor([-1, CELLS, 1 << 40, -(1 << 40), 3, 4], device=kernel_device)
     before = case.k_cache_LXGE.clone(), case.v_cache_LXGE.clone()
-    rope_append_triton(*case._replace(pos_T=wild, cell_T=wild))
+    rope_append_triton(*case._replace(pos_T=wild, cell_T=wild).args)
     others = torch.ones(CELLS, dtype=torch.bool)
     others[[3, 4]] = False
     assert torch.equal(case.k_cache_LXGE[:, others], before[0][:, others])
@@ -159,9 +164,9 @@ def test_cells_and_positions_that_do_not_exist_touch_nothing(kernel_device: str)
 def test_not_a_number_stays_with_its_token(kernel_device: str) -> None:
     case = make_case(kernel_device, tokens=20)
     clean = case.to(torch.float32)
-    expected = rope_append_triton(*clean)
+    expected = rope_append_triton(*clean.args)
     case.qkv_LTX[:, 6] = math.nan
-    found = rope_append_triton(*case)
+    found = rope_append_triton(*case.args)
     others = torch.arange(20) != 6
     assert found[:, 6].isnan().all()
     assert torch.equal(found[:, others], expected[:, others])

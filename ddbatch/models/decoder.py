@@ -29,7 +29,7 @@ from ddbatch_kernels.gated_linear import gated_linear
 from ddbatch_kernels.linear_add import linear_add
 from ddbatch_kernels.linear_float32 import linear_float32
 from ddbatch_kernels.normed import Normed
-from ddbatch_kernels.project_heads import project_heads
+from ddbatch_kernels.project_heads import Heads, project_heads
 
 
 class DecoderLayer(nn.Module):
@@ -77,13 +77,16 @@ class DecoderLayer(nn.Module):
             normed,
             self.qkv.weight,
             self.qkv.bias,
-            None if self.q_norm is None else self.q_norm.weight,
-            None if self.k_norm is None else self.k_norm.weight,
-            rope_P2E,
-            pos_T,
-            cache.k_LXGE[number],
-            cache.v_LXGE[number],
-            cell_T,
+            Heads(
+                None if self.q_norm is None else self.q_norm.weight[None],
+                None if self.k_norm is None else self.k_norm.weight[None],
+                self.dims.norm_eps,
+                rope_P2E,
+                pos_T,
+                cache.k_LXGE[number : number + 1],
+                cache.v_LXGE[number : number + 1],
+                cell_T,
+            ),
             in_order=self.in_order,
         )
         attended_TX = attend(q_THE, cache, number, keys.under(self.dims.windows[number]))

@@ -23,7 +23,7 @@ from ddbatch.models.dims import DrafterDims
 from ddbatch.models.layers import LayerKeys, Linear, Planes, RmsNorm, rope_table
 from ddbatch_kernels.build_tree import MAX_DEPTH
 from ddbatch_kernels.embed_normed import embed_normed
-from ddbatch_kernels.rope_append import rope_append
+from ddbatch_kernels.rope_append import Heads, rope_append
 
 
 def read_drafter_dims(folder: Path) -> DrafterDims:
@@ -133,16 +133,8 @@ class DFlash(nn.Module):
         fused_TD = self.fuse_norm(self.fuse(feature_TC))
         kv_weight_LXD = self._qkv_LXD[:, dims.heads * dims.head_width :]
         kv_LTX = torch.bmm(fused_TD.expand(dims.layers, -1, -1), kv_weight_LXD.transpose(1, 2))
-        rope_append(
-            kv_LTX,
-            None,
-            self._k_norm_LE,
-            dims.norm_eps,
-            self.rope_P2E,
-            pos_T,
-            *cache,
-            cell_T,
-        )
+        heads = Heads(None, self._k_norm_LE, dims.norm_eps, self.rope_P2E, pos_T, *cache, cell_T)
+        rope_append(kv_LTX, heads)
 
     def forward(
         self,

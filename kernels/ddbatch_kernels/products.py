@@ -11,7 +11,7 @@ A row of x meets no other row: its bits depend on its own elements, K and the la
 import triton
 import triton.language as tl
 
-from ddbatch_kernels.overlap import LINE_BYTES, ask_for
+from ddbatch_kernels.overlap import LINE_BYTES, ask_for, gdc_launch_dependents, gdc_wait
 
 # What a program asks for while it waits: what all of them may hold of a large weight at a time.
 AHEAD_BYTES = tl.constexpr(48 << 10)
@@ -52,40 +52,72 @@ def product_tile(
 
 
 @triton.jit
-def ask_for_weight(
+def await_input(
     weight_ptr,
     weight_stride,
     output_N,  # int64: rows of the weight, all of which exist
     K: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
-    """Have the beginning of these rows brought to the L2 cache."""
+    """Wait for the kernel before, which makes x; meanwhile the beginning of these rows comes to the
+    L2 cache."""
     SIZE: tl.constexpr = weight_ptr.dtype.element_ty.primitive_bitwidth // 8
     LINE: tl.constexpr = LINE_BYTES // SIZE
     MOST: tl.constexpr = AHEAD_BYTES // SIZE // BLOCK_N
     AHEAD: tl.constexpr = MOST if MOST < K else K
     STEP: tl.constexpr = 8 * LINE
-    for start in tl.static_range(0, AHEAD, STEP):
-        place_K = tl.minimum(start + tl.arange(0, 8) * LINE, K - 1)
-        ptrs = weight_ptr + output_N[:, None] * weight_stride + place_K[None, :]
-        ask_for(ptrs)
+    if OVERLAPS:
+        for start in tl.static_range(0, AHEAD, STEP):
+            place_K = tl.minimum(start + tl.arange(0, 8) * LINE, K - 1)
+            ask_for(weight_ptr + output_N[:, None] * weight_stride + place_K[None, :])
+        gdc_wait()
+        gdc_launch_dependents()
 
 
 @triton.jit
-def read_squares(square_ptr, num_squares, token_T, is_token_T, BLOCK_Y: tl.constexpr):
-    """float32 [T, BLOCK_Y], zeros beyond. It is read ahead of the product and used behind it."""
-    place_Y = tl.arange(0, BLOCK_Y)
-    return tl.load(
-        square_ptr + token_T[:, None] * num_squares + place_Y[None, :],
-        mask=is_token_T[:, None] & (place_Y < num_squares)[None, :],
-        other=0.0,
+def normed_product(
+    x_ptr,
+    x_stride,
+    square_ptr,  # None: x is normed
+    num_squares,
+    norm_eps,
+    token_T,  # int64
+    is_token_T,
+    weight_ptr,
+    weight_stride,
+    output_N,  # int64: rows of the weight, all of which exist
+    D: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_Y: tl.constexpr,
+):
+    """product_tile of a norm that x is the beginning of, divided by the rms of its rows: their
+    squares are read ahead of the product and used behind it."""
+    if square_ptr is not None:
+        place_Y = tl.arange(0, BLOCK_Y)
+        square_TY = tl.load(
+            square_ptr + token_T[:, None] * num_squares + place_Y[None, :],
+            mask=is_token_T[:, None] & (place_Y < num_squares)[None, :],
+            other=0.0,
+        )
+    sum_TN = product_tile(
+        x_ptr,
+        x_stride,
+        token_T,
+        is_token_T,
+        weight_ptr,
+        weight_stride,
+        output_N,
+        D,
+        BLOCK_T,
+        BLOCK_N,
+        BLOCK_K,
     )
-
-
-@triton.jit
-def norm_scale(square_TY, norm_eps, D: tl.constexpr):
-    """1 / rms of each row, [T, 1]."""
-    return tl.rsqrt(tl.sum(square_TY, axis=1) / D + norm_eps)[:, None]
+    if square_ptr is not None:
+        sum_TN *= tl.rsqrt(tl.sum(square_TY, axis=1) / D + norm_eps)[:, None]
+    return sum_TN
 
 
 @triton.jit

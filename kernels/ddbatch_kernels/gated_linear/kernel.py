@@ -11,15 +11,9 @@ from torch import Tensor
 
 from ddbatch_kernels.linear_add.kernel import check_product
 from ddbatch_kernels.normed import Normed
-from ddbatch_kernels.overlap import OVERLAP, gdc_launch_dependents, gdc_wait
+from ddbatch_kernels.overlap import OVERLAP
 from ddbatch_kernels.product_table import Op, Tile, Way, tile_of, way_of
-from ddbatch_kernels.products import (
-    ask_for_weight,
-    norm_scale,
-    pairs,
-    product_tile,
-    read_squares,
-)
+from ddbatch_kernels.products import await_input, normed_product, pairs
 from ddbatch_kernels.silu_mul.kernel import silu_mul_triton, silu_times
 
 
@@ -49,15 +43,13 @@ def _gated_linear_kernel(
     # Row 2 i of the tile is a gate, row 2 i + 1 its up; beyond the last they are read again.
     row_N = tl.arange(0, BLOCK_N)
     output_N = tl.minimum(first + row_N // 2, F - 1) + (row_N % 2) * F
-    if OVERLAPS:
-        ask_for_weight(weight_ptr, weight_stride, output_N, D, BLOCK_N)
-        gdc_wait()
-        gdc_launch_dependents()
-    if square_ptr is not None:
-        square_TY = read_squares(square_ptr, num_squares, token_T, is_token_T, BLOCK_Y)
-    sum_TN = product_tile(
+    await_input(weight_ptr, weight_stride, output_N, D, BLOCK_N, OVERLAPS)
+    sum_TN = normed_product(
         x_ptr,
         x_stride,
+        square_ptr,
+        num_squares,
+        norm_eps,
         token_T,
         is_token_T,
         weight_ptr,
@@ -67,9 +59,8 @@ def _gated_linear_kernel(
         BLOCK_T,
         BLOCK_N,
         BLOCK_K,
+        BLOCK_Y,
     )
-    if square_ptr is not None:
-        sum_TN *= norm_scale(square_TY, norm_eps, D)
     gate_TF, up_TF = pairs(sum_TN, BLOCK_T, BLOCK_N)
     place_F = first + tl.arange(0, BLOCK_F)
     tl.store(

@@ -10,9 +10,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ddbatch_kernels.normed import Normed, can_scale
-from ddbatch_kernels.overlap import OVERLAP, gdc_launch_dependents, gdc_wait
+from ddbatch_kernels.overlap import OVERLAP
 from ddbatch_kernels.product_table import Op, Tile, Way, tile_of, way_of
-from ddbatch_kernels.products import ask_for_weight, product_tile
+from ddbatch_kernels.products import await_input, product_tile
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -41,10 +41,7 @@ def _linear_add_kernel(
     output_N = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     is_TN = is_token_T[:, None] & (output_N < D)[None, :]
     own_N = tl.minimum(output_N, D - 1)
-    if OVERLAPS:
-        ask_for_weight(weight_ptr, weight_stride, own_N, X, BLOCK_N)
-        gdc_wait()
-        gdc_launch_dependents()
+    await_input(weight_ptr, weight_stride, own_N, X, BLOCK_N, OVERLAPS)
     # What the end needs is read first: it arrives while the product is made.
     residual_ptrs = residual_ptr + token_T[:, None] * residual_stride + output_N[None, :]
     residual_TN = tl.load(residual_ptrs, mask=is_TN, other=0.0)

@@ -14,15 +14,9 @@ from torch import Tensor
 
 from ddbatch_kernels.linear_add.kernel import check_product
 from ddbatch_kernels.normed import Normed
-from ddbatch_kernels.overlap import OVERLAP, gdc_launch_dependents, gdc_wait
+from ddbatch_kernels.overlap import OVERLAP
 from ddbatch_kernels.product_table import Op, Tile, Way, tile_of, way_of
-from ddbatch_kernels.products import (
-    ask_for_weight,
-    norm_scale,
-    pairs,
-    product_tile,
-    read_squares,
-)
+from ddbatch_kernels.products import await_input, normed_product, pairs
 from ddbatch_kernels.project_heads.normed_linear import normed_linear
 from ddbatch_kernels.rope_append.kernel import (
     check_heads,
@@ -30,6 +24,7 @@ from ddbatch_kernels.rope_append.kernel import (
     read_angles,
     rope_append_triton,
 )
+from ddbatch_kernels.rope_append.reference import Heads
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -44,6 +39,7 @@ def _project_heads_kernel(
     bias_ptr,
     q_norm_ptr,
     k_norm_ptr,
+    head_norm_eps,
     rope_ptr,
     num_positions,
     pos_ptr,
@@ -75,21 +71,19 @@ def _project_heads_kernel(
     row_N = tl.arange(0, BLOCK_N)
     output_N = head * E + tl.minimum(first + row_N // 2, HALF - 1) + (row_N % 2) * HALF
     output_N = output_N.to(tl.int64)
-    if OVERLAPS:
-        ask_for_weight(weight_ptr, weight_stride, output_N, D, BLOCK_N)
-        gdc_wait()
-        gdc_launch_dependents()
+    await_input(weight_ptr, weight_stride, output_N, D, BLOCK_N, OVERLAPS)
     # What the end needs is read first: it arrives while the product is made.
     pair_J = first + tl.arange(0, BLOCK_J)
     cos_TJ, sin_TJ = read_angles(rope_ptr, num_positions, pos_ptr, token_T, is_token_T, pair_J, E)
     cell_T = tl.load(cell_ptr + token_T, mask=is_token_T, other=-1)
     if bias_ptr is not None:
         bias_N = tl.load(bias_ptr + output_N)
-    if square_ptr is not None:
-        square_TY = read_squares(square_ptr, num_squares, token_T, is_token_T, BLOCK_Y)
-    sum_TN = product_tile(
+    sum_TN = normed_product(
         x_ptr,
         x_stride,
+        square_ptr,
+        num_squares,
+        norm_eps,
         token_T,
         is_token_T,
         weight_ptr,
@@ -99,9 +93,8 @@ def _project_heads_kernel(
         BLOCK_T,
         BLOCK_N,
         BLOCK_K,
+        BLOCK_Y,
     )
-    if square_ptr is not None:
-        sum_TN *= norm_scale(square_TY, norm_eps, D)
     if bias_ptr is not None:
         sum_TN += bias_N.to(tl.float32)[None, :]
     sum_TN = sum_TN.to(weight_ptr.dtype.element_ty).to(tl.float32)
@@ -119,7 +112,7 @@ def _project_heads_kernel(
         pair_J,
         q_norm_ptr,
         k_norm_ptr,
-        norm_eps,
+        head_norm_eps,
         q_ptr,
         k_cache_ptr,
         v_cache_ptr,
@@ -135,87 +128,38 @@ def project_heads_triton(
     normed: Normed,
     qkv_weight_XD: Tensor,
     qkv_bias_X: Tensor | None,
-    q_norm_E: Tensor | None,
-    k_norm_E: Tensor | None,
-    rope_P2E: Tensor,
-    pos_T: Tensor,
-    k_cache_XGE: Tensor,
-    v_cache_XGE: Tensor,
-    cell_T: Tensor,
+    heads: Heads,
     *,
     in_order: bool = False,
 ) -> Tensor:
     """What project_heads_ref computes, by the way that the table names for these sizes."""
-    T, (N, D), E = normed.x_TD.shape[0], qkv_weight_XD.shape, k_cache_XGE.shape[2]
-    has_norms = q_norm_E is not None or k_norm_E is not None
+    T, (N, D), E = normed.x_TD.shape[0], qkv_weight_XD.shape, heads.k_cache_LXGE.shape[3]
+    has_norms = heads.q_norm_LE is not None or heads.k_norm_LE is not None
     op, dtype = Op.NORMED_HEADS if has_norms else Op.HEADS, normed.x_TD.dtype
     way = way_of(op, T, N, D, dtype, in_order=in_order)
-    heads = (q_norm_E, k_norm_E, rope_P2E, pos_T, k_cache_XGE, v_cache_XGE, cell_T)
     if way is Way.ONE_LAUNCH:
         tile = tile_of(op, T, N, D, dtype, in_order=in_order, head_width=E)
-        return project_heads_fused(normed, qkv_weight_XD, qkv_bias_X, *heads, tile)
+        return project_heads_fused(normed, qkv_weight_XD, qkv_bias_X, heads, tile)
     if way is Way.TWO_LAUNCHES:
         tile = tile_of(Op.HEADS, T, N, D, dtype, in_order=in_order)
         qkv_TX = normed_linear(normed, qkv_weight_XD, qkv_bias_X, tile)
     else:
         qkv_TX = F.linear(normed.made(), qkv_weight_XD, qkv_bias_X)
-    return append_heads(qkv_TX, normed.eps, *heads)
-
-
-def append_heads(
-    qkv_TX: Tensor,
-    norm_eps: float,
-    q_norm_E: Tensor | None,
-    k_norm_E: Tensor | None,
-    rope_P2E: Tensor,
-    pos_T: Tensor,
-    k_cache_XGE: Tensor,
-    v_cache_XGE: Tensor,
-    cell_T: Tensor,
-) -> Tensor:
-    """rope_append of one layer; queries [T, H, E]."""
-    q_LTHE = rope_append_triton(
-        qkv_TX[None],
-        None if q_norm_E is None else q_norm_E[None],
-        None if k_norm_E is None else k_norm_E[None],
-        norm_eps,
-        rope_P2E,
-        pos_T,
-        k_cache_XGE[None],
-        v_cache_XGE[None],
-        cell_T,
-    )
-    return q_LTHE[0]
+    return rope_append_triton(qkv_TX[None], heads)[0]
 
 
 def project_heads_fused(
-    normed: Normed,
-    qkv_weight_XD: Tensor,
-    qkv_bias_X: Tensor | None,
-    q_norm_E: Tensor | None,
-    k_norm_E: Tensor | None,
-    rope_P2E: Tensor,
-    pos_T: Tensor,
-    k_cache_XGE: Tensor,
-    v_cache_XGE: Tensor,
-    cell_T: Tensor,
-    tile: Tile,
+    normed: Normed, qkv_weight_XD: Tensor, qkv_bias_X: Tensor | None, heads: Heads, tile: Tile
 ) -> Tensor:
     """All in one launch, if the norm was begun; where heads have norms, the tile must hold a whole
     head."""
     own = normed.operand()
-    (T, D), (num_cells, G, E) = own.x_TD.shape, k_cache_XGE.shape
+    (T, D), (_, num_cells, G, E) = own.x_TD.shape, heads.k_cache_LXGE.shape
     H = qkv_weight_XD.shape[0] // E - 2 * G
     assert qkv_weight_XD.shape[0] == (H + 2 * G) * E, (qkv_weight_XD.shape, H, G, E)
-    assert E % 2 == 0, E
-    assert k_cache_XGE.dtype == own.x_TD.dtype, (k_cache_XGE.dtype, own.x_TD.dtype)
+    assert tile.outputs >= E or heads.q_norm_LE is heads.k_norm_LE is None, (tile, E)
     check_product(own.x_TD, qkv_weight_XD, vector_D=qkv_bias_X)
-    check_heads(rope_P2E, pos_T, k_cache_XGE[None], v_cache_XGE[None], cell_T, T)
-    for weight_E in (q_norm_E, k_norm_E):
-        if weight_E is not None:
-            assert weight_E.shape == (E,), (weight_E.shape, E)
-            assert weight_E.is_contiguous(), weight_E.stride()
-            assert tile.outputs >= E, (tile, E)
+    check_heads(heads, 1, T, own.x_TD.dtype)
     q_THE = torch.empty((T, H, E), dtype=own.x_TD.dtype, device=own.x_TD.device)
     grid = (triton.cdiv(E, tile.outputs), H + 2 * G, triton.cdiv(T, tile.tokens))
     _project_heads_kernel[grid](
@@ -227,17 +171,18 @@ def project_heads_fused(
         qkv_weight_XD,
         qkv_weight_XD.stride(0),
         qkv_bias_X,
-        q_norm_E,
-        k_norm_E,
-        rope_P2E,
-        rope_P2E.shape[0],
-        pos_T,
+        heads.q_norm_LE,
+        heads.k_norm_LE,
+        heads.norm_eps,
+        heads.rope_P2E,
+        heads.rope_P2E.shape[0],
+        heads.pos_T,
         q_THE,
-        k_cache_XGE,
-        v_cache_XGE,
-        cell_T,
+        heads.k_cache_LXGE,
+        heads.v_cache_LXGE,
+        heads.cell_T,
         num_cells,
-        k_cache_XGE.stride(0),
+        heads.k_cache_LXGE.stride(1),
         T,
         H,
         G,

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from ddbatch_kernels.linear_add.kernel import check_product
 from ddbatch_kernels.normed import Normed, Operand
-from ddbatch_kernels.overlap import OVERLAP, gdc_launch_dependents, gdc_wait
+from ddbatch_kernels.overlap import OVERLAP
 from ddbatch_kernels.product_table import Tile
-from ddbatch_kernels.products import ask_for_weight, norm_scale, product_tile, read_squares
+from ddbatch_kernels.products import await_input, normed_product
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -37,18 +37,16 @@ def _normed_linear_kernel(
     is_token_T = token_T < T
     output_N = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     own_N = tl.minimum(output_N, N - 1)
-    if OVERLAPS:
-        ask_for_weight(weight_ptr, weight_stride, own_N, D, BLOCK_N)
-        gdc_wait()
-        gdc_launch_dependents()
+    await_input(weight_ptr, weight_stride, own_N, D, BLOCK_N, OVERLAPS)
     # What the end needs is read first: it arrives while the product is made.
     if bias_ptr is not None:
         bias_N = tl.load(bias_ptr + own_N)
-    if square_ptr is not None:
-        square_TY = read_squares(square_ptr, num_squares, token_T, is_token_T, BLOCK_Y)
-    sum_TN = product_tile(
+    sum_TN = normed_product(
         x_ptr,
         x_stride,
+        square_ptr,
+        num_squares,
+        norm_eps,
         token_T,
         is_token_T,
         weight_ptr,
@@ -58,9 +56,8 @@ def _normed_linear_kernel(
         BLOCK_T,
         BLOCK_N,
         BLOCK_K,
+        BLOCK_Y,
     )
-    if square_ptr is not None:
-        sum_TN *= norm_scale(square_TY, norm_eps, D)
     if bias_ptr is not None:
         sum_TN += bias_N.to(tl.float32)[None, :]
     tl.store(

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ddbatch_kernels.overlap import OVERLAP, gdc_launch_dependents, gdc_wait
+from ddbatch_kernels.rope_append.reference import Heads
 
 PAIRS = 512  # (first half, second half) pairs a program: 16 bytes of each half a thread
 MAX_TOKENS = 16  # a program; heads are few where tokens are, and programs hide latency
@@ -182,31 +183,14 @@ def _rope_append_kernel(
     )
 
 
-def rope_append_triton(
-    qkv_LTX: Tensor,
-    q_norm_LE: Tensor | None,
-    k_norm_LE: Tensor | None,
-    norm_eps: float,
-    rope_P2E: Tensor,
-    pos_T: Tensor,
-    k_cache_LXGE: Tensor,
-    v_cache_LXGE: Tensor,
-    cell_T: Tensor,
-) -> Tensor:
+def rope_append_triton(qkv_LTX: Tensor, heads: Heads) -> Tensor:
     """What rope_append_ref computes, in one launch."""
-    (L, T, width), (_, num_cells, G, E) = qkv_LTX.shape, k_cache_LXGE.shape
+    (L, T, width), (_, num_cells, G, E) = qkv_LTX.shape, heads.k_cache_LXGE.shape
     H = width // E - 2 * G
     assert width == (H + 2 * G) * E, (width, H, G, E)
     assert H >= 0, (width, G, E)
-    assert E % 2 == 0, E
-    assert k_cache_LXGE.shape[0] == L, (k_cache_LXGE.shape, L)
     assert qkv_LTX.stride(2) == 1, qkv_LTX.stride()
-    assert k_cache_LXGE.dtype == qkv_LTX.dtype, (k_cache_LXGE.dtype, qkv_LTX.dtype)
-    check_heads(rope_P2E, pos_T, k_cache_LXGE, v_cache_LXGE, cell_T, T)
-    for weight_LE in (q_norm_LE, k_norm_LE):
-        if weight_LE is not None:
-            assert weight_LE.shape == (L, E), weight_LE.shape
-            assert weight_LE.is_contiguous(), weight_LE.stride()
+    check_heads(heads, L, T, qkv_LTX.dtype)
     q_LTHE = torch.empty((L, T, H, E), dtype=qkv_LTX.dtype, device=qkv_LTX.device)
     block_j = triton.next_power_of_2(E // 2)
     block_t = min(MAX_TOKENS, max(1, PAIRS // block_j))
@@ -214,19 +198,19 @@ def rope_append_triton(
         qkv_LTX,
         qkv_LTX.stride(0),
         qkv_LTX.stride(1),
-        q_norm_LE,
-        k_norm_LE,
-        norm_eps,
-        rope_P2E,
-        rope_P2E.shape[0],
-        pos_T,
+        heads.q_norm_LE,
+        heads.k_norm_LE,
+        heads.norm_eps,
+        heads.rope_P2E,
+        heads.rope_P2E.shape[0],
+        heads.pos_T,
         q_LTHE,
-        k_cache_LXGE,
-        v_cache_LXGE,
-        k_cache_LXGE.stride(0),
-        cell_T,
+        heads.k_cache_LXGE,
+        heads.v_cache_LXGE,
+        heads.k_cache_LXGE.stride(0),
+        heads.cell_T,
         num_cells,
-        k_cache_LXGE.stride(1),
+        heads.k_cache_LXGE.stride(1),
         T,
         H,
         G,
@@ -239,24 +223,24 @@ def rope_append_triton(
     return q_LTHE
 
 
-def check_heads(
-    rope_P2E: Tensor,
-    pos_T: Tensor,
-    k_cache_LXGE: Tensor,
-    v_cache_LXGE: Tensor,
-    cell_T: Tensor,
-    T: int,
-) -> None:
+def check_heads(heads: Heads, L: int, T: int, dtype: torch.dtype) -> None:
     """What finish_heads takes for granted."""
-    E = k_cache_LXGE.shape[3]
-    assert rope_P2E.shape[1:] == (2, E), (rope_P2E.shape, E)
-    assert rope_P2E.dtype == torch.float32, rope_P2E.dtype
-    assert rope_P2E.is_contiguous(), rope_P2E.stride()
-    for plane_LXGE in (k_cache_LXGE, v_cache_LXGE):
-        assert plane_LXGE.shape == k_cache_LXGE.shape, plane_LXGE.shape
-        assert plane_LXGE.stride() == k_cache_LXGE.stride(), plane_LXGE.stride()
+    E = heads.k_cache_LXGE.shape[3]
+    assert E % 2 == 0, E
+    assert heads.rope_P2E.shape[1:] == (2, E), (heads.rope_P2E.shape, E)
+    assert heads.rope_P2E.dtype == torch.float32, heads.rope_P2E.dtype
+    assert heads.rope_P2E.is_contiguous(), heads.rope_P2E.stride()
+    for weight_LE in (heads.q_norm_LE, heads.k_norm_LE):
+        if weight_LE is not None:
+            assert weight_LE.shape == (L, E), (weight_LE.shape, L, E)
+            assert weight_LE.is_contiguous(), weight_LE.stride()
+    for plane_LXGE in (heads.k_cache_LXGE, heads.v_cache_LXGE):
+        assert plane_LXGE.dtype == dtype, (plane_LXGE.dtype, dtype)
+        assert plane_LXGE.shape == heads.k_cache_LXGE.shape, plane_LXGE.shape
+        assert plane_LXGE.shape[0] == L, (plane_LXGE.shape, L)
+        assert plane_LXGE.stride() == heads.k_cache_LXGE.stride(), plane_LXGE.stride()
         assert plane_LXGE.stride()[2:] == (E, 1), plane_LXGE.stride()
-    for place_T in (pos_T, cell_T):
+    for place_T in (heads.pos_T, heads.cell_T):
         assert place_T.shape == (T,), (place_T.shape, T)
         assert place_T.dtype == torch.int64, place_T.dtype
         assert place_T.is_contiguous(), place_T.stride()
