@@ -39,7 +39,7 @@ def bits(done: Completion) -> tuple[Any, ...]:
 
 def open_pair(folder: Path, dtype: str, **sizes: Any) -> tuple[Target, DFlash]:
     """A pair whose target sums in order."""
-    target, drafter = load_tiny_pair(folder, KERNEL_DEVICE, dtype=dtype, vocab=VOCAB, **sizes)
+    target, drafter = load_tiny_pair(folder, KERNEL_DEVICE, dtype, vocab=VOCAB, **sizes)
     own = load_target(
         folder / "target",
         target.dims,

@@ -214,7 +214,7 @@ def write_drafter(
 
 
 def load_tiny_pair(
-    tmp_path: Path, device: str = "cpu", dtype: str = "float32", **sizes: Any
+    tmp_path: Path, device: str = "cpu", load_as: str = "float32", **sizes: Any
 ) -> tuple[Target, DFlash]:
     """Write and load a fitting pair in tmp_path/target and tmp_path/drafter.
 
@@ -235,8 +235,8 @@ def load_tiny_pair(
     target_folder = write_target(tmp_path / "target", **for_target)
     drafter_folder = write_drafter(tmp_path / "drafter", target_folder=target_folder, **for_drafter)
     return (
-        read_target(target_folder, dtype, device),
-        read_drafter(drafter_folder, target_folder, dtype, device),
+        read_target(target_folder, load_as, device),
+        read_drafter(drafter_folder, target_folder, load_as, device),
     )
 
 
