@@ -14,9 +14,15 @@ from pathlib import Path
 import pytest
 
 from ddbatch.core import RunError
-from ddbatch.data.attempts import end_attempt, new_attempt, read_attempts, start_attempt
+from ddbatch.data.attempts import (
+    end_attempt,
+    killed_early,
+    new_attempt,
+    read_attempts,
+    start_attempt,
+)
 from ddbatch.data.folder import RunFolder
-from ddbatch.jobs.generating.noting import note_changes
+from ddbatch.jobs.generating.noting import note_changes, sweep
 
 
 @pytest.fixture
@@ -153,3 +159,25 @@ def test_what_may_change_bits_is_noted(
     start(folder, before)
     note_changes(folder, before | now)
     assert ("changed since the last start" in capsys.readouterr().err) == is_told
+
+
+def test_what_an_attempt_left_that_was_killed_before_its_start_was_noted_is_swept(
+    folder: RunFolder,
+) -> None:
+    """It had written its note, and not made it final."""
+    code = "import os; print(os.getpid())"
+    gone = int(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout)
+    start(folder, {})
+    about = json.loads(next(folder.state("attempts").iterdir()).read_text())
+    for name, text in [
+        ("killed", json.dumps(about | {"pid": gone})),
+        ("begins", json.dumps(about)),
+        ("elsewhere", json.dumps(about | {"pid": gone, "machine": "another"})),
+        ("half", json.dumps(about | {"pid": gone})[:40]),
+    ]:
+        folder.tmp(name).mkdir(parents=True)
+        (folder.tmp(name) / f"{name}.json").write_text(text)
+    assert killed_early(folder) == {"killed"}
+    sweep(folder)
+    left = {place.name for place in folder.state("tmp").iterdir()}
+    assert left & {"killed", "begins", "elsewhere", "half"} == {"begins", "elsewhere", "half"}

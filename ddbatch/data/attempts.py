@@ -81,6 +81,25 @@ def read_attempts(folder: RunFolder) -> list[Attempt]:
     return sorted(attempts, key=lambda attempt: (attempt.started_at, attempt.name))
 
 
+def killed_early(folder: RunFolder) -> set[str]:
+    """Attempts of this machine that were killed before their start was noted: the note lies among
+    their temporary files."""
+    noted, found = set(list_names(folder.state("attempts"))), set()
+    for name in list_names(folder.state("tmp")):
+        file = folder.tmp(name) / (name + _STARTED)
+        if name + _STARTED in noted or not file.exists():
+            continue
+        try:
+            values = json.loads(file.read_bytes())
+        except (OSError, ValueError, RecursionError):
+            continue  # it may be written just now
+        match values:
+            case {"pid": int() as pid, "machine": str() | None as machine}:
+                if machine == _machine() and not _is_alive(pid):
+                    found.add(name)
+    return found
+
+
 def _read_attempt(folder: RunFolder, name: str, names: Collection[str]) -> Attempt:
     started = _read(folder, name + _STARTED)
     ended = _read(folder, name + _ENDED) if name + _ENDED in names else _RUNS

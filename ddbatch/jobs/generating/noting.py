@@ -12,7 +12,7 @@ from pathlib import Path
 from ddbatch import __version__
 from ddbatch.config import Config
 from ddbatch.core import RunError
-from ddbatch.data.attempts import end_attempt, read_attempts
+from ddbatch.data.attempts import end_attempt, killed_early, read_attempts
 from ddbatch.data.commits import clean_tmp
 from ddbatch.data.distrust import mark_distrust
 from ddbatch.data.fingerprint import hash_weights
@@ -59,7 +59,8 @@ def note_changes(folder: RunFolder, about: Mapping[str, object]) -> None:
 def sweep(folder: RunFolder) -> None:
     """Remove what killed attempts have left; best effort."""
     try:
-        clean_tmp(folder, {attempt.name for attempt in read_attempts(folder) if attempt.is_over})
+        over = {attempt.name for attempt in read_attempts(folder) if attempt.is_over}
+        clean_tmp(folder, over | killed_early(folder))
     except (OSError, RunError) as error:
         say(f"note: tmp folders are not swept: {error}")
 
