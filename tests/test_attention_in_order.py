@@ -75,7 +75,7 @@ def in_pages(case: Case) -> list[tuple[int, int, Case]]:
 @pytest.mark.parametrize(("heads", "kv_heads", "width"), [(9, 3, 10), (4, 1, 64)])
 @pytest.mark.parametrize(
     ("rows", "queries", "longest", "page"),
-    [(1, 1, 1, 64), (3, 7, 20, 8), (2, 33, 300, 64), (3, 1, 600, 16), (1, 70, 250, 64)],
+    [(1, 1, 1, 64), (3, 7, 20, 8), (2, 33, 300, 64), (3, 1, 600, 16), (1, 40, 250, 64)],
 )
 @pytest.mark.parametrize("kind", ["tree", "prefill"])
 def test_sums_in_order_are_the_formula(
