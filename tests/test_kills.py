@@ -78,9 +78,11 @@ def test_twenty_kills_of_three_owners_lose_nothing_and_double_nothing(tmp_path: 
         others = [owner for owner in owners if owner is not owners[at]]
         for owner in others:
             owner.send_signal(signal.SIGSTOP)
-        num_while_working += assert_none_is_twice(run.out, tmp_path / "cache") < len(rows)
-        for owner in others:
-            owner.send_signal(signal.SIGCONT)
+        try:
+            num_while_working += assert_none_is_twice(run.out, tmp_path / "cache") < len(rows)
+        finally:
+            for owner in others:
+                owner.send_signal(signal.SIGCONT)
         owners[at] = start()
     for owner in owners:
         _, said = owner.communicate(timeout=120)

@@ -95,7 +95,7 @@ def killed_early(folder: RunFolder) -> set[str]:
             continue  # it may be written just now
         match values:
             case {"pid": int() as pid, "machine": str() | None as machine}:
-                if machine == _machine() and not _is_alive(pid):
+                if _is_gone(machine, pid):
                     found.add(name)
     return found
 
@@ -118,7 +118,7 @@ def _read_attempt(folder: RunFolder, name: str, names: Collection[str]) -> Attem
                 "reason": str() | None as reason,
             },
         ):
-            is_gone = ended is _RUNS and machine == _machine() and not _is_alive(pid)
+            is_gone = ended is _RUNS and _is_gone(machine, pid)
             return Attempt(name, about, started_at, host, pid, exit_code, reason, ended_at, is_gone)
     raise _not_told(folder, name, "a field is missing or of a wrong kind")
 
@@ -130,6 +130,11 @@ def _machine() -> str | None:
         return f"{boot}:{os.stat('/proc/self/ns/pid').st_ino}"
     except OSError:
         return None
+
+
+def _is_gone(machine: str | None, pid: int) -> bool:
+    """Whether a process of this machine surely runs no more; of other machines nothing is known."""
+    return machine == _machine() and not _is_alive(pid)
 
 
 def _is_alive(pid: int) -> bool:

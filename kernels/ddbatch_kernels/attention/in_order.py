@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ddbatch_kernels.attention.reference import RowKeys
-from ddbatch_kernels.attention.tiles import LOG2_E, Setting, add_keys, join_split
+from ddbatch_kernels.attention.tiles import LOG2_E, Setting, add_keys, check_inputs, join_split
 from ddbatch_kernels.build_tree import MAX_DEPTH
 from ddbatch_kernels.overlap import OVERLAP, gdc_launch_dependents, gdc_wait
 
@@ -39,17 +39,11 @@ def attention_in_order_triton(
     B, Q, H, E = q_BQHE.shape
     G = k_cache_XGE.shape[1]
     assert keys.in_order
-    assert k_cache_XGE.shape == v_cache_XGE.shape, (k_cache_XGE.shape, v_cache_XGE.shape)
-    assert k_cache_XGE.shape[2] == E, (k_cache_XGE.shape, E)
-    assert keys.stop_BQ.shape == (B, Q), (keys.stop_BQ.shape, B, Q)
-    assert keys.page_table_SP.is_contiguous(), keys.page_table_SP.stride()
-    assert q_BQHE.stride(-1) == k_cache_XGE.stride(-1) == v_cache_XGE.stride(-1) == 1
-    assert k_cache_XGE.stride() == v_cache_XGE.stride()
+    check_inputs(q_BQHE, k_cache_XGE, v_cache_XGE, keys)
     assert (keys.path_BQD is None) == (keys.own_BQW is None)
     block_e = max(16, triton.next_power_of_2(E))
     cut = in_order_setting(block_e, q_BQHE.dtype)
     group = H // G
-    assert G * group == H, (H, G)
     assert group <= cut.lanes, (group, cut)
     tiles, path, depth, own_splits = triton.cdiv(Q * group, cut.lanes), keys.stop_BQ, 0, 0
     if keys.path_BQD is not None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ddbatch_kernels.attention.in_order import attention_in_order_triton
 from ddbatch_kernels.attention.reference import RowKeys
-from ddbatch_kernels.attention.tiles import LOG2_E, Setting, add_keys, join_split
+from ddbatch_kernels.attention.tiles import LOG2_E, Setting, add_keys, check_inputs, join_split
 from ddbatch_kernels.overlap import OVERLAP, ask_for_rows, gdc_launch_dependents, gdc_wait
 
 # (programs without splits up to, keys a split), found by tests/measure_attention.py: a few tiles a
@@ -59,13 +59,7 @@ def attention_triton(
         return attention_in_order_triton(q_BQHE, k_cache_XGE, v_cache_XGE, keys, scale=scale)
     B, Q, H, E = q_BQHE.shape
     G = k_cache_XGE.shape[1]
-    assert k_cache_XGE.shape == v_cache_XGE.shape, (k_cache_XGE.shape, v_cache_XGE.shape)
-    assert k_cache_XGE.shape[2] == E, (k_cache_XGE.shape, E)
-    assert H % G == 0, (H, G)
-    assert keys.stop_BQ.shape == (B, Q), (keys.stop_BQ.shape, B, Q)
-    assert keys.page_table_SP.is_contiguous(), keys.page_table_SP.stride()
-    assert q_BQHE.stride(-1) == k_cache_XGE.stride(-1) == v_cache_XGE.stride(-1) == 1
-    assert k_cache_XGE.stride() == v_cache_XGE.stride()
+    check_inputs(q_BQHE, k_cache_XGE, v_cache_XGE, keys)
     queries, BLOCK_E = H // G * Q, max(16, triton.next_power_of_2(E))
     cut = setting or setting_of(B, G, queries, BLOCK_E, q_BQHE.dtype)
     assert cut.split % cut.keys == 0, cut

@@ -6,6 +6,9 @@ from typing import NamedTuple
 
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from ddbatch_kernels.attention.reference import RowKeys
 
 LOG2_E = 1.4426950408889634
 
@@ -20,6 +23,18 @@ class Setting(NamedTuple):
     split: int
     warps: int
     stages: int
+
+
+def check_inputs(q_BQHE: Tensor, k_cache_XGE: Tensor, v_cache_XGE: Tensor, keys: RowKeys) -> None:
+    """What the kernels of attention take for granted."""
+    (B, Q, H, E), G = q_BQHE.shape, k_cache_XGE.shape[1]
+    assert k_cache_XGE.shape == v_cache_XGE.shape, (k_cache_XGE.shape, v_cache_XGE.shape)
+    assert k_cache_XGE.shape[2] == E, (k_cache_XGE.shape, E)
+    assert H % G == 0, (H, G)
+    assert keys.stop_BQ.shape == (B, Q), (keys.stop_BQ.shape, B, Q)
+    assert keys.page_table_SP.is_contiguous(), keys.page_table_SP.stride()
+    assert q_BQHE.stride(-1) == k_cache_XGE.stride(-1) == v_cache_XGE.stride(-1) == 1
+    assert k_cache_XGE.stride() == v_cache_XGE.stride()
 
 
 @triton.jit

@@ -17,7 +17,7 @@ from ddbatch_kernels.build_tree.reference import (
     TreeNodes,
     tree_capacity,
 )
-from ddbatch_kernels.open_blocks.kernel import slot_of
+from ddbatch_kernels.slots import slot_of
 
 _FIXED_POINT = tl.constexpr(FIXED_POINT)
 _FLOOR = tl.constexpr(FLOOR)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ddbatch_kernels.best_token.kernel import best_of, is_number, node_stride, packed_value
 from ddbatch_kernels.keyed_draw.reference import WEIGHT_ONE, DrawParams
-from ddbatch_kernels.open_blocks.kernel import slot_of
+from ddbatch_kernels.slots import slot_of
 
 MAX_LIST = 8192
 # Lanes of a tile of whole scores and of listed ones, which mostly are few.

@@ -37,7 +37,7 @@ from ddbatch_kernels.keyed_draw.noise import (
     words_of_quads,
 )
 from ddbatch_kernels.keyed_draw.reference import Draw, DrawParams
-from ddbatch_kernels.open_blocks.kernel import slot_of
+from ddbatch_kernels.slots import slot_of
 
 # Draws compute, so they need more programs than reads do to fill a GPU evenly.
 DRAWERS = 1056

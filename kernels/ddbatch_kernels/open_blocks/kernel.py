@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ddbatch_kernels.open_blocks.reference import Blocks
 from ddbatch_kernels.overlap import OVERLAP, gdc_launch_dependents, gdc_wait
+from ddbatch_kernels.slots import slot_of
 
 BLOCK = 128  # tokens of a program
 
@@ -34,16 +35,6 @@ def open_blocks_triton(
         **OVERLAP,
     )
     return blocks
-
-
-@triton.jit
-def slot_of(slot_ptr, row, num_slots):
-    """The slot of a row, or of many; one that is none is not looked up. slot_ptr None: the row's
-    own number."""
-    slot = row
-    if slot_ptr is not None:
-        slot = tl.minimum(tl.maximum(tl.load(slot_ptr + row), 0), num_slots - 1)
-    return slot
 
 
 @triton.jit
