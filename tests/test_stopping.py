@@ -6,12 +6,21 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from typing import NoReturn
 
 import pytest
 
 import ddbatch.__main__ as command_line
 from ddbatch.jobs.stopping import SIGNALS, impatient, patient
+
+
+@pytest.fixture(autouse=True)
+def _like_in_a_terminal() -> Iterator[None]:
+    """Under nohup a suite would inherit that hangups are ignored."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 @pytest.mark.parametrize("number", SIGNALS)
