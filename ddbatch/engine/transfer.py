@@ -20,7 +20,9 @@ def upload(
     values: Sequence[object] | NDArray[np.int64], dtype: torch.dtype, device: torch.device
 ) -> Tensor:
     """Numbers as a tensor on the device. PyTorch keeps pinned memory until the copy is done."""
-    staged = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
+    staged = torch.tensor(values, dtype=dtype)
+    if device.type == "cuda":
+        staged = staged.pin_memory()  # torch.tensor pins nothing that comes from numpy
     return staged.to(device, non_blocking=True)
 
 
