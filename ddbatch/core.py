@@ -70,8 +70,8 @@ class ShapePlan:
     """Fixed shapes of one round.
 
     rows: lanes of the static batch. nodes: N = budget + 1 verified tokens a row (1 = plain
-    decoding). block: the drafter's block size K (1 without a drafter). draft_depth: block positions
-    that get candidates. topk: candidates M per position.
+    decoding). block: positions K of a drafted block, at most the drafter's block size (1 without a
+    drafter). draft_depth: block positions that get candidates. topk: candidates M per position.
     """
 
     rows: int

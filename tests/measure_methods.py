@@ -29,6 +29,7 @@ from measuring import (
     Arm,
     Cell,
     Pair,
+    Tree,
     add_options,
     finish,
     headline,
@@ -47,7 +48,6 @@ from measuring import (
 
 from ddbatch.core import Completion, Key, Sampling, TokenPrompt
 from ddbatch.engine.engine import Engine, EngineStats
-from ddbatch.engine.plan import Method
 from ddbatch.engine.programs import GraphPool
 
 HEADS = (
@@ -148,9 +148,8 @@ def measure_rows(
     max_len: int,
 ) -> list[Line]:
     """Passes of every method, in turns; autoregressive comes first."""
-    methods: list[tuple[Method, int | None]] = [("autoregressive", None), ("chain", None)]
-    methods += [("ddtree", budget) for budget in args.budgets]
-    arms = [Arm(method, budget, rows) for method, budget in methods]
+    arms = [Arm("autoregressive", None, rows), Arm("chain", None, rows)]
+    arms += [Arm("ddtree", tree.budget, rows, tree.block) for tree in args.budgets]
     engines = [make_engine(pair, arm, max_len, pool) for arm in arms]
     few = work[: rows * args.transformers_batches]
     passes: list[list[Pass]] = [[] for _ in arms]
@@ -314,7 +313,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("prompts", type=Path)
     add_options(parser)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8])
-    parser.add_argument("--budgets", type=int, nargs="*", default=[8, 16, 32])
+    usual = [Tree(8), Tree(16), Tree(32)]
+    own = "a tree, its draft over the first BLOCK positions alone"
+    parser.add_argument(
+        "--budgets", type=Tree.parse, nargs="*", default=usual, metavar="BUDGET[/BLOCK]", help=own
+    )
     parser.add_argument("--num-prompts", type=int, help="default: 4 a row, at least 8")
     parser.add_argument("--max-new-tokens", type=int, default=96)
     parser.add_argument("--stop", type=int, nargs="*", default=[2], help="none: to the cap")

@@ -5,7 +5,8 @@ order and in order (engine.reproducible) side by side; and prefill; no test.
     python tests/measure_rounds.py --pair TARGET DRAFTER --prefill 64x50 64x300
     python tests/measure_rounds.py --random 8b --calls 1x0 1x15 8x0 8x15 --coin 0.68
 
-An arm is ROWSxBUDGET; budget 0 is plain decoding. All rows are live, with random prompts of
+An arm is ROWSxBUDGET or ROWSxBUDGET/BLOCK, the latter with drafts of BLOCK positions; budget 0 is
+plain decoding. All rows are live, with random prompts of
 --context tokens. A round is a replay of one graph from the same state each time. A prefill is
 COUNTxTOKENS prompts into an empty engine: from the first upload to the end of the device's work,
 and what the host takes of that. A floor is the time of the bytes that must be read once, or of the
@@ -30,6 +31,7 @@ from measuring import (
     Arm,
     Cell,
     Pair,
+    Tree,
     add_options,
     finish,
     headline,
@@ -48,7 +50,6 @@ from measuring import (
 from synthetic import coins
 
 from ddbatch.core import Key, Sampling, TokenPrompt
-from ddbatch.engine.plan import Method
 from ddbatch.engine.programs import GraphPool
 from ddbatch.models.decoder import DecoderLayer, Target
 
@@ -56,7 +57,7 @@ REPEATS = 20
 NEW = 256  # tokens of a sequence in a call
 ROUND_HEADS = (
     "rows",
-    "budget",
+    "method",
     "tokens",
     "round ms",
     "floor ms",
@@ -67,7 +68,7 @@ ROUND_HEADS = (
     "in order: round ms",
     "cost %",
 )
-CALL_HEADS = ("rows", "budget", "tokens/s (min-max)", "against plain", "acceptance length", "coin")
+CALL_HEADS = ("rows", "method", "tokens/s (min-max)", "against plain", "acceptance length", "coin")
 PREFILL_HEADS = (
     "prompts",
     "tokens each",
@@ -79,11 +80,11 @@ PREFILL_HEADS = (
 )
 
 
-class Sizes(NamedTuple):
-    """Rows and budget, or prompts and their tokens."""
+class Prompts(NamedTuple):
+    """So many prompts of so many tokens."""
 
-    first: int
-    second: int
+    count: int
+    tokens: int
 
 
 class Times(NamedTuple):
@@ -98,7 +99,7 @@ class Times(NamedTuple):
 def main() -> None:
     args = parse()
     device = pick_device()
-    most = max((size.second for size in args.prefill), default=0)
+    most = max((size.tokens for size in args.prefill), default=0)
     length = max(args.context, most) + 600
     if args.random is not None:
         pair = random_pair(args.random, device, length)
@@ -111,13 +112,14 @@ def main() -> None:
         f"{rates.copy / 1e12:.3f} TB/s, matrix product {rates.matmul / 1e12:.1f} TFLOP/s.\n"
     )
     rounds, prefills = [], []
-    for size in args.arms:
-        rounds.append((size, [time_arm(args, pair, size, pool, rates, o) for o in (False, True)]))
+    for arm in args.arms:
+        orders = [False, True] if args.in_order else [False]
+        rounds.append((arm, [time_arm(args, pair, arm, pool, rates, o) for o in orders]))
         save(args.json, {"rounds": rounds, "prefills": prefills})
     for size in args.prefill:
         prefills.append((size, time_prefill(pair, size, length, pool)))
         save(args.json, {"rounds": rounds, "prefills": prefills})
-    calls = [(size, run_calls(args, pair, size, pool)) for size in args.calls]
+    calls = [(arm, run_calls(args, pair, arm, pool)) for arm in args.calls]
     save(args.json, {"rounds": rounds, "prefills": prefills, "calls": calls})
     print(table(ROUND_HEADS, (round_row(*item) for item in rounds)))
     print(table(PREFILL_HEADS, prefill_rows(pair, rates, prefills)))
@@ -136,15 +138,13 @@ def sum_in_order(target: Target, *, in_order: bool) -> None:
 def time_arm(
     args: argparse.Namespace,
     pair: Pair,
-    size: Sizes,
+    arm: Arm,
     pool: GraphPool | None,
     rates: Rates,
     in_order: bool,
 ) -> Times:
     """A round and its verify stage."""
-    rows, budget = size
     sum_in_order(pair.target, in_order=in_order)
-    arm = Arm("ddtree" if budget else "autoregressive", budget or None, rows)
     cap, own = 512, Sampling()
     engine = make_engine(pair, arm, args.context + cap, pool)
     make_steady(engine, args.context, cap, own)
@@ -163,7 +163,7 @@ def time_arm(
 
 
 def time_prefill(
-    pair: Pair, size: Sizes, length: int, pool: GraphPool | None
+    pair: Pair, size: Prompts, length: int, pool: GraphPool | None
 ) -> tuple[float, float]:
     """Milliseconds of prompts into an empty engine, and of the host's work in it."""
     count, tokens = size
@@ -188,59 +188,61 @@ def time_prefill(
 
 
 def run_calls(
-    args: argparse.Namespace, pair: Pair, size: Sizes, pool: GraphPool | None
+    args: argparse.Namespace, pair: Pair, arm: Arm, pool: GraphPool | None
 ) -> list[tuple[float, float]]:
     """Tokens a second and acceptance length of a few calls."""
-    rows, budget = size
+    rows = arm.rows
     sum_in_order(pair.target, in_order=False)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(pair.target.dims.vocab, (rows, args.context), generator=generator).tolist()
     work = [TokenPrompt(Key(n, 0, 0), tuple(line), NEW, Sampling()) for n, line in enumerate(ids)]
     # Scores of random weights make flat trees; a path of as many nodes costs as much, and is deep.
-    drafted: Method = "chain" if args.coin else "ddtree"
-    arm = Arm(drafted if budget else "autoregressive", budget or None, rows)
-    with coins(args.coin) if args.coin and budget else nullcontext():
+    has_coin = args.coin and arm.budget
+    arm = arm._replace(method="chain") if has_coin else arm
+    with coins(args.coin) if has_coin else nullcontext():
         engine = make_engine(pair, arm, args.context + NEW, pool)
         passes = [run_engine(engine, work, rows) for _ in range(6)]
     return [(item.tokens_per_second, item.acceptance_length or 0.0) for item in passes[1:]]
 
 
 def call_rows(
-    calls: list[tuple[Sizes, list[tuple[float, float]]]], coin: float | None
+    calls: list[tuple[Arm, list[tuple[float, float]]]], coin: float | None
 ) -> Iterator[list[Cell]]:
     """Against plain decoding at the same rows, where that was asked for."""
-    middle = {size: statistics.median(rate for rate, _ in found) for size, found in calls}
-    for size, found in calls:
+    middle = {arm: statistics.median(rate for rate, _ in found) for arm, found in calls}
+    for arm, found in calls:
         rates = [rate for rate, _ in found]
-        plain = middle.get(Sizes(size.first, 0))
+        plain = middle.get(parse_arm(f"{arm.rows}x0"))
         yield [
-            *size,
-            f"{middle[size]:.0f} ({min(rates):.0f}-{max(rates):.0f})",
-            None if plain is None else middle[size] / plain,
+            arm.rows,
+            arm.name,
+            f"{middle[arm]:.0f} ({min(rates):.0f}-{max(rates):.0f})",
+            None if plain is None else middle[arm] / plain,
             statistics.median(length for _, length in found),
-            f"synthetic, {coin}" if coin and size.second else None,
+            f"synthetic, {coin}" if coin and arm.budget else None,
         ]
 
 
-def round_row(size: Sizes, both: list[Times]) -> list[Cell]:
+def round_row(arm: Arm, found: list[Times]) -> list[Cell]:
     """A line of the table."""
-    usual, ordered = both
+    usual, ordered = found[0], found[-1].round if len(found) > 1 else None
     return [
-        *size,
-        size.first * (size.second + 1),
+        arm.rows,
+        arm.name,
+        arm.rows * ((arm.budget or 0) + 1),
         usual.round,
         usual.floor,
         usual.round / usual.floor,
         usual.verify,
         usual.verify_floor,
         usual.verify / usual.verify_floor,
-        ordered.round,
-        100 * (ordered.round / usual.round - 1),
+        ordered,
+        None if ordered is None else 100 * (ordered / usual.round - 1),
     ]
 
 
 def prefill_rows(
-    pair: Pair, rates: Rates, prefills: list[tuple[Sizes, tuple[float, float]]]
+    pair: Pair, rates: Rates, prefills: list[tuple[Prompts, tuple[float, float]]]
 ) -> Iterator[list[Cell]]:
     """The floor is that of the products of target and drafter with as many tokens."""
     weights = sum(weight.numel() for weight in pair.target.layers.parameters())
@@ -250,10 +252,16 @@ def prefill_rows(
         yield [count, tokens, ms, ms / count, host, floor, ms / floor]
 
 
-def sizes(text: str) -> Sizes:
-    """AxB."""
-    first, second = text.split("x")
-    return Sizes(int(first), int(second))
+def parse_arm(text: str) -> Arm:
+    """ROWSxBUDGET or ROWSxBUDGET/BLOCK."""
+    rows, _, tree = text.partition("x")
+    budget, block = Tree.parse(tree)
+    return Arm("ddtree" if budget else "autoregressive", budget or None, int(rows), block)
+
+
+def parse_prompts(text: str) -> Prompts:
+    """COUNTxTOKENS."""
+    return Prompts(*map(int, text.split("x")))
 
 
 def parse() -> argparse.Namespace:
@@ -263,10 +271,16 @@ def parse() -> argparse.Namespace:
     pair.add_argument("--random", choices=["8b", "tiny"], help="random weights in this shape")
     add_options(parser)
     parser.add_argument("--context", type=int, default=1024)
-    parser.add_argument("--arms", type=sizes, nargs="*", default=[], metavar="ROWSxBUDGET")
-    parser.add_argument("--calls", type=sizes, nargs="*", default=[], metavar="ROWSxBUDGET")
+    arms = {"type": parse_arm, "nargs": "*", "default": [], "metavar": "ROWSxBUDGET[/BLOCK]"}
+    parser.add_argument("--arms", **arms)
+    parser.add_argument("--calls", **arms)
+    parser.add_argument(
+        "--in-order", action=argparse.BooleanOptionalAction, default=True, help="the last columns"
+    )
     parser.add_argument("--coin", type=float, help="share of positions whose draft is accepted")
-    parser.add_argument("--prefill", type=sizes, nargs="*", default=[], metavar="COUNTxTOKENS")
+    parser.add_argument(
+        "--prefill", type=parse_prompts, nargs="*", default=[], metavar="COUNTxTOKENS"
+    )
     return parser.parse_args()
 
 

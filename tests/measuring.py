@@ -54,15 +54,30 @@ class Pair(NamedTuple):
 
 
 class Arm(NamedTuple):
-    """One way of decoding; budget: None where the method has none of its own."""
+    """One way of decoding; budget: None where the method has none of its own; block: of a draft,
+    None for the drafter's own."""
 
     method: Method
     budget: int | None
     rows: int
+    block: int | None = None
 
     @property
     def name(self) -> str:
-        return self.method if self.budget is None else f"{self.method} {self.budget}"
+        name = self.method if self.budget is None else f"{self.method} {self.budget}"
+        return name if self.block is None else f"{name}, block {self.block}"
+
+
+class Tree(NamedTuple):
+    """Budget and block of a draft, as text BUDGET or BUDGET/BLOCK."""
+
+    budget: int
+    block: int | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Tree:
+        budget, _, block = text.partition("/")
+        return cls(int(budget), int(block) if block else None)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -147,7 +162,7 @@ def make_engine(pair: Pair, arm: Arm, max_len: int, pool: GraphPool | None) -> E
         budget=arm.budget,
         topk=None,
         rows=arm.rows,
-        block=pair.drafter.dims.block,
+        block=arm.block or pair.drafter.dims.block,
         vocab=pair.target.dims.vocab,
         gemm_limit=None,
         device=device,

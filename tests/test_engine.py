@@ -89,15 +89,36 @@ def test_every_method_says_what_plain_decoding_says(
         assert completion.finish_reason == "length"
 
 
-@pytest.mark.parametrize(("budget", "topk"), [(1, None), (4, 1), (7, None), (16, 3), (40, None)])
+@pytest.mark.parametrize(
+    ("budget", "topk", "block"),
+    [
+        (1, None, None),
+        (4, 1, None),
+        (7, None, None),
+        (16, 3, None),
+        (40, None, None),
+        (1, None, 2),
+        (7, None, 4),
+        (9, 3, 3),
+    ],
+)
 def test_trees_are_followed_as_far_as_the_oracles(
-    pair: Pair, expected: list[tuple[int, ...]], budget: int, topk: int | None
+    pair: Pair,
+    expected: list[tuple[int, ...]],
+    budget: int,
+    topk: int | None,
+    block: int | None,
 ) -> None:
-    engine = make_engine(*pair, budget=budget, topk=topk)
+    engine = make_engine(*pair, budget=budget, topk=topk, block=block)
     prompts = random_prompts(LENGTHS, VOCAB)
     for prompt, output, completion in zip(prompts, expected, decode(engine, prompts), strict=True):
         rounds = oracle_ddtree.trace(
-            *pair, tuple(prompt), output, budget=engine.plan.nodes - 1, topk=engine.plan.topk
+            *pair,
+            tuple(prompt),
+            output,
+            budget=engine.plan.nodes - 1,
+            topk=engine.plan.topk,
+            block=block,
         )
         assert completion.accepted == tuple(len(r.accepted_nodes) - 1 for r in rounds)
         assert completion.depth == tuple(max(r.depths) for r in rounds)

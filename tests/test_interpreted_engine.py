@@ -10,7 +10,7 @@ from decoding import make_engine, random_prompts, run_all, token_prompts
 from interpreted import use_kernels
 from tiny import load_tiny_pair
 
-from ddbatch.core import Sampling
+from ddbatch.core import PrefillPlan, Sampling
 
 VOCAB = 29
 OWN = [
@@ -20,8 +20,12 @@ OWN = [
     Sampling(stop_token_ids=(4, 11)),
 ]
 
+needs_interpreter = pytest.mark.skipif(
+    KERNEL_DEVICE != "cpu", reason="on a GPU every engine runs the kernels"
+)
 
-@pytest.mark.skipif(KERNEL_DEVICE != "cpu", reason="on a GPU every engine runs the kernels")
+
+@needs_interpreter
 @pytest.mark.parametrize(("method", "budget"), [("autoregressive", None), ("ddtree", 5)])
 def test_kernels_decode_as_references_do(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch, method: str, budget: int | None
@@ -36,3 +40,16 @@ def test_kernels_decode_as_references_do(
         assert ours.token_ids == theirs.token_ids
         assert ours.accepted == theirs.accepted
         assert ours.finish_reason == theirs.finish_reason
+
+
+@needs_interpreter
+def test_kernels_take_pieces_of_a_single_token(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = load_tiny_pair(tmp_path, vocab=VOCAB)
+    prompts = token_prompts(random_prompts([1, 9, 4], VOCAB), 1)
+    sizes = {"method": "autoregressive", "rows": 2, "prefill_plan": PrefillPlan(3, 1, True)}
+    expected = run_all(make_engine(*pair, **sizes), prompts)
+    use_kernels(monkeypatch)
+    found = run_all(make_engine(*pair, **sizes), prompts)
+    assert [item.token_ids for item in found] == [item.token_ids for item in expected]

@@ -112,17 +112,18 @@ def trace(
     *,
     budget: int,
     topk: int,
+    block: int | None = None,
 ) -> list[OracleRound]:
-    """Every round that leads from the first output token to the last, the last cut at its end."""
+    """Every round that leads from the first output token to the last, the last cut at its end.
+    block: of the drafts, None for the drafter's own block size."""
     oracle = Oracle(target, drafter.dims.tap_layers)
     oracle.scores([*prompt_ids, *output_ids])
     rounds: list[OracleRound] = []
     num_out = 1
     while num_out < len(output_ids):
         features = oracle.features[0][: len(prompt_ids) + num_out - 1]
-        scores = draft_scores(
-            target, drafter, features, output_ids[num_out - 1], drafter.dims.block
-        )
+        anchor = output_ids[num_out - 1]
+        scores = draft_scores(target, drafter, features, anchor, block or drafter.dims.block)
         rounds.append(oracle_round(scores[1:], output_ids[num_out:], budget=budget, topk=topk))
         num_out += len(rounds[-1].accepted_nodes)
     return rounds

@@ -55,8 +55,9 @@ def plan_shapes(
     device: str,
     num_prompts: int | None = None,
 ) -> ShapePlan:
-    """Shapes of one round. block: the drafter's block size (unused for autoregressive).
-    num_prompts: where it is known, rows=None makes no more rows than prompts to fill them.
+    """Shapes of one round. block: the drafter's block size, or less: a shorter block costs less and
+    is accepted a little less (unused for autoregressive). num_prompts: where it is known, rows=None
+    makes no more rows than prompts to fill them.
 
     A budget beyond what a tree of this depth and branching can hold is cut to it. ValueError where
     rows x nodes exceeds gemm_limit.

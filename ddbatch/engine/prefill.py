@@ -125,7 +125,7 @@ def prefill(
     slots and tell the host."""
     chunk_RX = state.chunk_RX[:num_chunks]
     slot_R, start_R, size_R, _ = chunk_RX[:, : len(ChunkFact)].unbind(dim=1)
-    token_RQ = chunk_RX[:, len(ChunkFact) :]
+    token_RQ = chunk_RX[:, len(ChunkFact) :].contiguous()
     R, Q = token_RQ.shape
     place_Q = torch.arange(Q, device=slot_R.device)
     is_token_RQ = place_Q < size_R[:, None]

@@ -34,11 +34,24 @@ def ask_for(ptrs):
 
 
 @triton.jit
-def ask_for_rows(ptr, at_Z, E: tl.constexpr):
-    """The same of E elements from each of these places on."""
+def ask_for_rows(ptr, at_Z, is_there_Z, E: tl.constexpr):
+    """The same of E elements from each of these places on, where there is something: many programs
+    that ask for one and the same line make each other wait."""
     STEP: tl.constexpr = LINE_BYTES // (ptr.dtype.element_ty.primitive_bitwidth // 8)
     for start in tl.static_range(0, E, STEP):
-        ask_for(ptr + at_Z + start)
+        tl.inline_asm_elementwise(
+            """{
+            .reg .pred p;
+            setp.ne.s32 p, $2, 0;
+            @p prefetch.global.L2 [$1];
+            mov.u32 $0, 0;
+            }""",
+            "=r,l,r",
+            [ptr + at_Z + start, is_there_Z.to(tl.int32)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
 
 
 __all__ = ["LINE_BYTES", "OVERLAP", "ask_for", "ask_for_rows", "gdc_launch_dependents", "gdc_wait"]

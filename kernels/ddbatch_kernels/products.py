@@ -3,7 +3,9 @@ it: weights asked for ahead of time, and the rest of a norm that ddbatch_kernels
 
 Its end is the caller's: a residual, a gate, rope. T tokens (a tile of them), N rows of the weight
 (those of one program), K width of both. The time is that of reading the weight, so a program owns
-few of its rows, all of K, and keeps several blocks of K in flight.
+few of its rows, all of K, and keeps several blocks of K in flight. Programs of the same rows stand
+side by side in a grid: x stays in the L2 cache, a large weight would be read again for each tile of
+tokens.
 
 A row of x meets no other row: its bits depend on its own elements, K and the launch settings.
 """

@@ -193,8 +193,8 @@ def _attention_kernel(
             page_Z = tl.load(page_at + z_Z // PAGE, mask=z_Z < last, other=0)
             cell_Z = page_Z * PAGE + z_Z % PAGE
             at_Z = cell_Z * cell_stride + head * head_stride
-            ask_for_rows(k_ptr, at_Z, E)
-            ask_for_rows(v_ptr, at_Z, E)
+            ask_for_rows(k_ptr, at_Z, z_Z < last, E)
+            ask_for_rows(v_ptr, at_Z, z_Z < last, E)
         gdc_wait()
         gdc_launch_dependents()
     if split >= num_splits:

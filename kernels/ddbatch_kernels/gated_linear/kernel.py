@@ -37,9 +37,9 @@ def _gated_linear_kernel(
     OVERLAPS: tl.constexpr,
 ):
     BLOCK_F: tl.constexpr = BLOCK_N // 2
-    token_T = tl.program_id(1).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    token_T = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     is_token_T = token_T < T
-    first = tl.program_id(0).to(tl.int64) * BLOCK_F
+    first = tl.program_id(1).to(tl.int64) * BLOCK_F
     # Row 2 i of the tile is a gate, row 2 i + 1 its up; beyond the last they are read again.
     row_N = tl.arange(0, BLOCK_N)
     output_N = tl.minimum(first + row_N // 2, F - 1) + (row_N % 2) * F
@@ -91,7 +91,7 @@ def gated_linear_fused(normed: Normed, weight_2FD: Tensor, tile: Tile) -> Tensor
     assert weight_2FD.shape[0] == 2 * F, weight_2FD.shape
     check_product(own.x_TD, weight_2FD, vector_D=None)
     out_TF = torch.empty((T, F), dtype=own.x_TD.dtype, device=own.x_TD.device)
-    grid = (triton.cdiv(F, tile.outputs // 2), triton.cdiv(T, tile.tokens))
+    grid = (triton.cdiv(T, tile.tokens), triton.cdiv(F, tile.outputs // 2))
     _gated_linear_kernel[grid](
         own.x_TD,
         own.x_TD.stride(0),

@@ -14,6 +14,8 @@ from ddbatch_kernels.overlap import OVERLAP
 from ddbatch_kernels.product_table import Op, Tile, Way, tile_of, way_of
 from ddbatch_kernels.products import await_input, product_tile
 
+SQUARE_COLUMNS = tl.constexpr(32)  # at most, of a sum of squares
+
 
 @triton.jit(do_not_specialize=["T"])
 def _linear_add_kernel(
@@ -36,9 +38,9 @@ def _linear_add_kernel(
     OVERLAPS: tl.constexpr,
 ):
     dtype: tl.constexpr = out_ptr.dtype.element_ty
-    token_T = tl.program_id(1).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    token_T = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     is_token_T = token_T < T
-    output_N = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    output_N = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     is_TN = is_token_T[:, None] & (output_N < D)[None, :]
     own_N = tl.minimum(output_N, D - 1)
     await_input(weight_ptr, weight_stride, own_N, X, BLOCK_N, OVERLAPS)
@@ -67,9 +69,14 @@ def _linear_add_kernel(
         wide_TN = out_TN.to(tl.float32)
         scaled_TN = (wide_TN * norm_N.to(tl.float32)[None, :]).to(dtype)
         tl.store(scaled_ptr + place_TN, scaled_TN, mask=is_TN)
-        square_T = tl.sum(tl.where(is_TN, wide_TN * wide_TN, 0.0), axis=1)
-        square_ptrs = square_ptr + token_T * tl.num_programs(0) + tl.program_id(0)
-        tl.store(square_ptrs, square_T, mask=is_token_T)
+        # A sum for each few columns, so that the width of a tile does not decide its order.
+        COLUMNS: tl.constexpr = min(BLOCK_N, SQUARE_COLUMNS)
+        SUMS: tl.constexpr = BLOCK_N // COLUMNS
+        square_TN = tl.where(is_TN, wide_TN * wide_TN, 0.0)
+        square_TY = tl.sum(tl.reshape(square_TN, (BLOCK_T, SUMS, COLUMNS)), axis=2)
+        place_Y = tl.program_id(1) * SUMS + tl.arange(0, SUMS)
+        square_ptrs = square_ptr + token_T[:, None] * (tl.num_programs(1) * SUMS) + place_Y[None, :]
+        tl.store(square_ptrs, square_TY, mask=is_token_T[:, None])
 
 
 def linear_add_triton(
@@ -105,14 +112,15 @@ def linear_add_fused(
     assert residual_TD.dtype == x_TX.dtype, (residual_TD.dtype, x_TX.dtype)
     assert residual_TD.stride(1) == 1, residual_TD.stride()
     tiles = triton.cdiv(D, tile.outputs)
+    sums = tiles * (tile.outputs // min(tile.outputs, SQUARE_COLUMNS.value))
     out_TD = torch.empty((T, D), dtype=x_TX.dtype, device=x_TX.device)
     made = Normed(out_TD, norm_weight_D, norm_eps)
     if can_scale(x_TX.dtype):
         made = made._replace(
             scaled_TD=torch.empty((T, D), dtype=x_TX.dtype, device=x_TX.device),
-            square_TY=torch.empty((T, tiles), dtype=torch.float32, device=x_TX.device),
+            square_TY=torch.empty((T, sums), dtype=torch.float32, device=x_TX.device),
         )
-    _linear_add_kernel[tiles, triton.cdiv(T, tile.tokens)](
+    _linear_add_kernel[triton.cdiv(T, tile.tokens), tiles](
         x_TX,
         x_TX.stride(0),
         weight_DX,

@@ -62,10 +62,10 @@ def _project_heads_kernel(
 ):
     BLOCK_J: tl.constexpr = BLOCK_N // 2
     HALF: tl.constexpr = E // 2
-    token_T = tl.program_id(2).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    token_T = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     is_token_T = token_T < T
-    head = tl.program_id(1)
-    first = tl.program_id(0) * BLOCK_J
+    head = tl.program_id(2)
+    first = tl.program_id(1) * BLOCK_J
     # Row 2 i of the tile is in the first half of the head, row 2 i + 1 its partner in the second;
     # beyond the last pair they are read again.
     row_N = tl.arange(0, BLOCK_N)
@@ -161,7 +161,7 @@ def project_heads_fused(
     check_product(own.x_TD, qkv_weight_XD, vector_D=qkv_bias_X)
     check_heads(heads, 1, T, own.x_TD.dtype)
     q_THE = torch.empty((T, H, E), dtype=own.x_TD.dtype, device=own.x_TD.device)
-    grid = (triton.cdiv(E, tile.outputs), H + 2 * G, triton.cdiv(T, tile.tokens))
+    grid = (triton.cdiv(T, tile.tokens), triton.cdiv(E, tile.outputs), H + 2 * G)
     _project_heads_kernel[grid](
         own.x_TD,
         own.x_TD.stride(0),

@@ -33,9 +33,9 @@ def _normed_linear_kernel(
     BLOCK_Y: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    token_T = tl.program_id(1).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    token_T = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     is_token_T = token_T < T
-    output_N = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    output_N = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     own_N = tl.minimum(output_N, N - 1)
     await_input(weight_ptr, weight_stride, own_N, D, BLOCK_N, OVERLAPS)
     # What the end needs is read first: it arrives while the product is made.
@@ -89,7 +89,7 @@ def _launch(
     (T, D), N = own.x_TD.shape, weight_ND.shape[0]
     check_product(own.x_TD, weight_ND, vector_D=bias_N)
     out_TN = torch.empty((T, N), dtype=dtype, device=own.x_TD.device)
-    _normed_linear_kernel[triton.cdiv(N, tile.outputs), triton.cdiv(T, tile.tokens)](
+    _normed_linear_kernel[triton.cdiv(T, tile.tokens), triton.cdiv(N, tile.outputs)](
         own.x_TD,
         own.x_TD.stride(0),
         own.square_TY,
