@@ -34,6 +34,7 @@ from kernel_times import (
     works_of,
 )
 from measuring import (
+    RANDOM_SHAPES,
     Arm,
     Cell,
     add_options,
@@ -347,7 +348,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     pair = parser.add_mutually_exclusive_group(required=True)
     pair.add_argument("--pair", type=Path, nargs=2, metavar=("TARGET", "DRAFTER"))
-    pair.add_argument("--random", choices=["8b", "tiny"], help="random weights in this shape")
+    pair.add_argument("--random", choices=RANDOM_SHAPES, help="random weights in this shape")
     add_options(parser)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--budget", type=int, default=16)

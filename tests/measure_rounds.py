@@ -28,6 +28,7 @@ import torch
 from kernel_times import Rates, captured, measure_rates, stages_of, works_of
 from measure_methods import run_engine
 from measuring import (
+    RANDOM_SHAPES,
     Arm,
     Cell,
     Pair,
@@ -268,7 +269,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     pair = parser.add_mutually_exclusive_group(required=True)
     pair.add_argument("--pair", type=Path, nargs=2, metavar=("TARGET", "DRAFTER"))
-    pair.add_argument("--random", choices=["8b", "tiny"], help="random weights in this shape")
+    pair.add_argument("--random", choices=RANDOM_SHAPES, help="random weights in this shape")
     add_options(parser)
     parser.add_argument("--context", type=int, default=1024)
     arms = {"type": parse_arm, "nargs": "*", "default": [], "metavar": "ROWSxBUDGET[/BLOCK]"}

@@ -93,6 +93,9 @@ def pick_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
+RANDOM_SHAPES = ["8b", "smol", "tiny"]
+
+
 def open_pair(target: Path, drafter: Path, dtype: str, device: torch.device, length: int) -> Pair:
     """A pair of checkpoint folders, for sequences of up to `length` tokens."""
     target_dims, drafter_dims = read_target_dims(target), read_drafter_dims(drafter)
@@ -107,15 +110,21 @@ def open_pair(target: Path, drafter: Path, dtype: str, device: torch.device, len
 
 
 def random_pair(size: str, device: torch.device, length: int) -> Pair:
-    """Random weights, made on the device: 8b has the shape of Qwen3-8B and its DFlash drafter, in
-    bfloat16; tiny is for a try on a CPU, in float32."""
+    """Random weights, made on the device: 8b has the shape of Qwen3-8B and its DFlash drafter, smol
+    that of SmolLM2-135M and one of four layers, both in bfloat16; tiny is for a try on a CPU, in
+    float32."""
     if size == "8b":
         dims = _dims(4096, layers=36, heads=32, kv_heads=8, mlp=12288, vocab=151936)
         dtype, block, taps = torch.bfloat16, 16, [1, 9, 17, 25, 33]
+    elif size == "smol":
+        dims = _dims(576, layers=30, heads=9, kv_heads=3, mlp=1536, vocab=49152)
+        dims = replace(dims, head_width=64, is_tied=True, has_qk_norm=False)
+        dtype, block, taps = torch.bfloat16, 16, [1, 10, 18, 27]
     else:
         dims = _dims(256, layers=4, heads=2, kv_heads=1, mlp=384, vocab=515)
         dtype, block, taps = torch.float32, 8, [0, 2]
-    decoder = replace(dims, layers=len(taps), windows=(None,) * len(taps))
+    windows = (None,) * len(taps)
+    decoder = replace(dims, layers=len(taps), windows=windows, has_qk_norm=True)
     drafter_dims = DrafterDims(decoder, block, dims.vocab - 1, tuple(taps), dims.layers)
     reach = length + block
     target, drafter = Target(dims, dtype, device, reach), DFlash(drafter_dims, dtype, device, reach)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import pytest
 import torch
@@ -13,13 +14,17 @@ from torch import Tensor
 
 from ddbatch_kernels.ancestors import pack_ancestors, unpack_ancestors
 from ddbatch_kernels.attention import RowKeys, attention_ref
-from ddbatch_kernels.attention.kernel import SPLITS, attention_triton
+from ddbatch_kernels.attention.kernel import attention_triton
+from ddbatch_kernels.attention.tiles import Setting
 
 Attention = Callable[..., Tensor]
 IS_NATIVE = KERNEL_DEVICE == "cuda"
+SHORT_SPLITS = Setting(16, 32, 64, warps=4, stages=2, two_loops=True)
+short_splits = partial(attention_triton, setting=SHORT_SPLITS)
 BOTH = [
     pytest.param((attention_ref, "cpu"), id="reference"),
     pytest.param((attention_triton, KERNEL_DEVICE), id="kernel"),
+    pytest.param((short_splits, KERNEL_DEVICE), id="kernel, short splits, two loops"),
 ]
 # (rows, queries, longest prefix, page)
 SHAPES = [(1, 1, 1, 64), (3, 7, 20, 8), (2, 33, 150, 64), (3, 1, 600, 16), (1, 70, 90, 64)]
@@ -212,28 +217,28 @@ def test_not_a_number_in_one_rows_keys_reaches_no_other_row(way: Attention, devi
 @pytest.mark.parametrize("kind", ["tree", "prefill"])
 def test_a_row_does_not_depend_on_neighbours_nor_on_how_many_keys_are_looked_at(kind: str) -> None:
     """Bit for bit: the longest row decides how many splits are launched, each row its own."""
-    case = random_case(3, 3, 1200, kind=kind, seed=4).to(KERNEL_DEVICE)
-    together = case.run(attention_triton)
+    case = random_case(3, 3, 300, kind=kind, seed=4).to(KERNEL_DEVICE)
+    together = case.run(short_splits)
     longer = replace(case.keys, num_keys=2 * case.keys.num_keys, arrivals=None)
-    assert longer.num_keys > 3 * SPLITS[0][1]
-    assert torch.equal(replace(case, keys=longer).run(attention_triton), together)
+    assert longer.num_keys > 3 * SHORT_SPLITS.split
+    assert torch.equal(replace(case, keys=longer).run(short_splits), together)
     shortest = int(case.keys.stop_BQ[:, 0].argmin())
     stop = case.keys.stop_BQ.clone()
     others = [row for row in range(3) if row != shortest]
     stop[others] = 1
     alone = replace(case.keys, stop_BQ=stop, num_keys=int(stop.max()), arrivals=None)
-    out = replace(case, keys=alone).run(attention_triton)
+    out = replace(case, keys=alone).run(short_splits)
     assert torch.equal(out[shortest], together[shortest])
 
 
 def test_counters_of_splits_are_left_as_they_were_found() -> None:
     """The next layer counts in the same ones."""
-    case = random_case(2, 3, 1100).to(KERNEL_DEVICE)
-    first = case.run(attention_triton)
+    case = random_case(2, 3, 300).to(KERNEL_DEVICE)
+    first = case.run(short_splits)
     arrivals = case.keys.arrivals
     assert arrivals is not None
     assert arrivals.eq(0).all()
-    assert torch.equal(case.run(attention_triton), first)
+    assert torch.equal(case.run(short_splits), first)
     assert case.keys.arrivals is arrivals
 
 

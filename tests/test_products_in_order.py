@@ -23,7 +23,9 @@ from ddbatch_kernels.project_heads.kernel import project_heads_triton
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # Width and rows of a weight: a whole number of tiles, none, and (the last) what counts as large.
 SIZES = [(64, 128), (60, 44)] + ([(2048, 4096)] if KERNEL_DEVICE == "cuda" else [])
-TOKENS = (1, 5, 63, 70, 130)
+# On a GPU tiles of more tokens take over.
+TOKENS = (1, 5, 63, 70, 127) if KERNEL_DEVICE == "cpu" else (1, 63, 70, 130, 300, 600, 900)
+MOST = TOKENS[-1]
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +41,7 @@ def part(normed: Normed, T: int) -> Normed:
 
 def assert_tokens_decide_no_bit(run: Callable[[int], Tensor]) -> None:
     """run: the result for the first so many tokens."""
-    most = run(TOKENS[-1])
+    most = run(MOST)
     for count in TOKENS[:-1]:
         assert torch.equal(run(count), most[:count]), count
 
@@ -48,7 +50,7 @@ def assert_tokens_decide_no_bit(run: Callable[[int], Tensor]) -> None:
 @pytest.mark.parametrize(("width", "rows"), SIZES)
 def test_a_layers_products(width: int, rows: int, dtype: torch.dtype, kernel_device: str) -> None:
     normal = drawer(kernel_device, dtype, rows)
-    x, norm, residual = normal(130, width), normal(width), normal(130, rows)
+    x, norm, residual = normal(MOST, width), normal(width), normal(MOST, rows)
     weight, next_norm = normal(rows, width, scale=width**-0.5), normal(rows)
     stream = Normed(x, norm, EPS) if dtype == torch.float16 else begun(x, norm, 3)
 
@@ -67,7 +69,7 @@ def test_a_layers_products(width: int, rows: int, dtype: torch.dtype, kernel_dev
     expected = linear_add_ref(x, weight, residual, next_norm, EPS)
     assert_like_reference(found, expected.x_TD, truth.x_TD)
     exact_gate = gated_linear_ref(exact(stream), weight.double())
-    assert_like_reference(gate(130), gated_linear_ref(stream, weight), exact_gate)
+    assert_like_reference(gate(MOST), gated_linear_ref(stream, weight), exact_gate)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -78,17 +80,19 @@ def test_heads(
 ) -> None:
     head_width = rows // 4 // 2 * 2
     normal = drawer(kernel_device, dtype, rows + has_norms)
-    x, norm = normal(130, width), normal(width)
+    x, norm = normal(MOST, width), normal(width)
     weight = normal(4 * head_width, width, scale=width**-0.5)
     stream = Normed(x, norm, EPS) if dtype == torch.float16 else begun(x, norm, 2)
-    angle = torch.linspace(0, 3, 200 * head_width // 2, device=kernel_device)
-    angle = angle.view(200, 1, -1).repeat(1, 1, 2)
+    angle = torch.linspace(0, 3, MOST * head_width // 2, device=kernel_device)
+    angle = angle.view(MOST, 1, -1).repeat(1, 1, 2)
     rope = torch.cat((angle.cos(), angle.sin()), dim=1)
     head_norms = (normal(1, head_width), normal(1, head_width)) if has_norms else (None, None)
-    place = torch.arange(130, device=kernel_device)
+    place = torch.arange(MOST, device=kernel_device)
 
     def run(T: int) -> Tensor:
-        k, v = (torch.zeros(1, 130, 1, head_width, dtype=dtype, device=kernel_device) for _ in "kv")
+        k, v = (
+            torch.zeros(1, MOST, 1, head_width, dtype=dtype, device=kernel_device) for _ in "kv"
+        )
         heads = Heads(*head_norms, EPS, rope, place[:T], k, v, place[:T])
         q = project_heads_triton(part(stream, T), weight, None, heads, in_order=True)
         return torch.cat((q, k[0, :T], v[0, :T]), dim=1)
@@ -100,7 +104,7 @@ def test_heads(
 @pytest.mark.parametrize(("width", "rows"), SIZES)
 def test_scores(width: int, rows: int, dtype: torch.dtype, kernel_device: str) -> None:
     normal = drawer(kernel_device, dtype, rows)
-    x, weight = normal(130, width), normal(rows, width, scale=width**-0.5)
+    x, weight = normal(MOST, width), normal(rows, width, scale=width**-0.5)
     assert_tokens_decide_no_bit(lambda T: linear_float32_triton(x[:T], weight, in_order=True))
     found = linear_float32_triton(x, weight, in_order=True)
     assert found.dtype == torch.float32

@@ -41,13 +41,15 @@ class Loop(NamedTuple):
 
 class Tile(NamedTuple):
     """Launch settings: tokens x rows of the weight a program, length of a block of K, and stages,
-    which are one more than the blocks that shared memory is taken for."""
+    which are one more than the blocks that shared memory is taken for. in_order: whether T may
+    decide no bit."""
 
     tokens: int
     outputs: int
     depth: int
     warps: int
     stages: int
+    in_order: bool = False
 
 
 class Row(NamedTuple):
@@ -70,6 +72,7 @@ TABLE: dict[Op, tuple[tuple[Row, ...], tuple[Row, ...]]] = {
             Row(128, 64, Loop(16, 128, 4, 96 * KB)),
             Row(288, 64, Loop(32, 128, 4, 96 * KB)),
             Row(512, 64, Loop(64, 64, 4, 64 * KB)),
+            Row(2304, 128, Loop(64, 64, 8, 80 * KB)),
         ),
         (Row(16, 16, Loop(32, 128, 4, 96 * KB)), Row(64, 64, Loop(32, 128, 4, 96 * KB))),
     ),
@@ -105,15 +108,62 @@ TABLE: dict[Op, tuple[tuple[Row, ...], tuple[Row, ...]]] = {
         (Row(16, 16, Loop(16, 64, 8, 192 * KB)), Row(64, 64, Loop(16, 64, 8, 192 * KB))),
     ),
 }
-# Sums in order: one tile whatever the tokens, so that T decides no bit: all tokens go through the
-# same program, and nothing is left to how tensor cores add up in other shapes.
-IN_ORDER_TOKENS = 64
-IN_ORDER: dict[Op, tuple[Loop, Loop]] = {
-    Op.ADD: (Loop(32, 128, 4, 96 * KB), Loop(32, 128, 4, 96 * KB)),
-    Op.GATED: (Loop(64, 64, 4, 96 * KB), Loop(128, 64, 8, 192 * KB)),
-    Op.HEADS: (Loop(32, 64, 4, 48 * KB), Loop(64, 128, 4, 192 * KB)),
-    Op.NORMED_HEADS: (Loop(64, 64, 4, 64 * KB), Loop(64, 64, 4, 64 * KB)),
-    Op.SCORES: (Loop(128, 64, 8, 96 * KB), Loop(128, 64, 8, 192 * KB)),
+EVER = 1 << 40
+# Sums in order: T decides no bit, though it decides the tile. Tiles have 64 tokens or more, which
+# the same instruction of tensor cores takes along K, 16 elements at a time, whatever their sizes;
+# where a norm is ended, squares are added up by a tree (products.py). test_products_in_order.py
+# holds a GPU to it. float32 has no such instruction, and one tile: that of the first row.
+IN_ORDER: dict[Op, tuple[tuple[Row, ...], tuple[Row, ...]]] = {
+    Op.ADD: (
+        (
+            Row(288, 64, Loop(32, 128, 4, 96 * KB)),
+            Row(EVER, 128, Loop(64, 64, 8, 80 * KB)),
+        ),
+        (
+            Row(64, 64, Loop(32, 128, 4, 96 * KB)),
+            Row(512, 64, Loop(64, 128, 4, 192 * KB)),
+            Row(EVER, 128, Loop(128, 64, 8, 160 * KB)),
+        ),
+    ),
+    Op.GATED: (
+        (
+            Row(128, 64, Loop(64, 64, 4, 96 * KB)),
+            Row(384, 64, Loop(128, 64, 4, 72 * KB)),
+            Row(EVER, 128, Loop(128, 64, 8, 64 * KB)),
+        ),
+        (
+            Row(128, 64, Loop(128, 64, 8, 192 * KB)),
+            Row(EVER, 128, Loop(256, 64, 8, 150 * KB)),
+        ),
+    ),
+    Op.HEADS: (
+        (
+            Row(128, 64, Loop(32, 64, 4, 48 * KB)),
+            Row(768, 64, Loop(64, 64, 4, 64 * KB)),
+            Row(EVER, 128, Loop(64, 64, 8, 72 * KB)),
+        ),
+        (
+            Row(128, 64, Loop(64, 128, 4, 192 * KB)),
+            Row(EVER, 128, Loop(256, 64, 8, 150 * KB)),
+        ),
+    ),
+    Op.NORMED_HEADS: (
+        (
+            Row(768, 64, Loop(64, 64, 4, 64 * KB)),
+            Row(EVER, 128, Loop(64, 64, 8, 72 * KB)),
+        ),
+        (Row(EVER, 64, Loop(64, 64, 4, 64 * KB)),),
+    ),
+    Op.SCORES: (
+        (
+            Row(128, 64, Loop(128, 64, 8, 96 * KB)),
+            Row(EVER, 128, Loop(256, 64, 8, 150 * KB)),
+        ),
+        (
+            Row(128, 64, Loop(128, 64, 8, 192 * KB)),
+            Row(EVER, 128, Loop(256, 64, 8, 150 * KB)),
+        ),
+    ),
 }
 
 
@@ -140,13 +190,12 @@ def tile_of(
 ) -> Tile:
     """The tile of a launch. head_width: of heads with norms, which may not be cut."""
     is_large = N * K >= LARGE
-    if in_order:
-        tokens, loop = IN_ORDER_TOKENS, IN_ORDER[op][is_large]
-    else:
-        rows = TABLE[op][is_large]
-        _, tokens, loop = next((row for row in rows if row.most >= T), rows[-1])
+    rows = (IN_ORDER if in_order else TABLE)[op][is_large]
+    if in_order and dtype == torch.float32:
+        rows = rows[:1]
+    _, tokens, loop = next((row for row in rows if row.most >= T), rows[-1])
     loop = whole_head(loop, head_width) if op is Op.NORMED_HEADS else loop
-    return make_tile(tokens, K, dtype, loop)
+    return make_tile(tokens, K, dtype, loop)._replace(in_order=in_order)
 
 
 def whole_head(loop: Loop, head_width: int) -> Loop:

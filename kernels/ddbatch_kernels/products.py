@@ -94,9 +94,11 @@ def normed_product(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_Y: tl.constexpr,
+    IN_ORDER: tl.constexpr,
 ):
     """product_tile of a norm that x is the beginning of, divided by the rms of its rows: their
-    squares are read ahead of the product and used behind it."""
+    squares are read ahead of the product and used behind it. IN_ORDER: no tile decides the order in
+    which these are added up."""
     if square_ptr is not None:
         place_Y = tl.arange(0, BLOCK_Y)
         square_TY = tl.load(
@@ -118,8 +120,23 @@ def normed_product(
         BLOCK_K,
     )
     if square_ptr is not None:
-        sum_TN *= tl.rsqrt(tl.sum(square_TY, axis=1) / D + norm_eps)[:, None]
+        if IN_ORDER:
+            total_T = sum_pairs(square_TY, BLOCK_T, BLOCK_Y)
+        else:
+            total_T = tl.sum(square_TY, axis=1)
+        sum_TN *= tl.rsqrt(total_T / D + norm_eps)[:, None]
     return sum_TN
+
+
+@triton.jit
+def sum_pairs(x_TY, BLOCK_T: tl.constexpr, BLOCK_Y: tl.constexpr):
+    """Over Y, neighbours first, then sums of neighbours: tl.sum's order is that of a layout, which
+    the compiler chooses."""
+    for step in tl.static_range(16):
+        if BLOCK_Y >> step > 1:
+            left_TY, right_TY = pairs(x_TY, BLOCK_T, BLOCK_Y >> step)
+            x_TY = left_TY + right_TY
+    return tl.reshape(x_TY, (BLOCK_T,))
 
 
 @triton.jit

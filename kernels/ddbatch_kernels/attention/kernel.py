@@ -19,10 +19,12 @@ from ddbatch_kernels.attention.reference import RowKeys
 from ddbatch_kernels.attention.tiles import LOG2_E, Setting, add_keys, check_inputs, join_split
 from ddbatch_kernels.overlap import OVERLAP, ask_for_rows, gdc_launch_dependents, gdc_wait
 
-# (programs without splits up to, keys a split), found by tests/measure_attention.py: a few tiles a
-# program where programs do not fill the GPU.
-SPLITS = ((132, 128), (528, 1024))
-LARGE_SPLIT = 4096
+# (programs without splits up to, KiB of keys and values a split), found by
+# tests/measure_attention.py: a few tiles a program where programs do not fill the GPU.
+SPLITS = ((16, 64), (132, 128), (528, 512))
+LARGE_SPLIT = 4096  # keys
+# The sums of a split are written and read again, which may take a share of what its keys take.
+KEYS_A_LANE = 8
 
 
 def setting_of(rows: int, kv_heads: int, queries: int, width: int, dtype: torch.dtype) -> Setting:
@@ -31,13 +33,18 @@ def setting_of(rows: int, kv_heads: int, queries: int, width: int, dtype: torch.
     is_float32 = dtype == torch.float32
     # What fits in registers: float32 takes no tensor cores and twice the space.
     most, keys = (32, 32) if is_float32 else (128 if width <= 128 else 64, 64)
+    if rows * kv_heads <= SPLITS[0][0] and width > 64:
+        most = 32  # where few programs wait for much
     lanes = min(max(16, triton.next_power_of_2(queries)), most)
     programs = rows * kv_heads * triton.cdiv(queries, lanes)
-    split = next((keys for most, keys in SPLITS if programs <= most), LARGE_SPLIT)
+    kib = next((kib for most, kib in SPLITS if programs <= most), None)
+    split = LARGE_SPLIT
+    if kib is not None:
+        split = max((kib << 10) // (2 * width * dtype.itemsize), KEYS_A_LANE * lanes)
     warps = 8 if lanes * width > 64 * 128 else 2 if lanes == 16 and programs > 132 else 4
     # A tile's page is known a tile ahead of its keys.
     stages = 1 if is_float32 else 4 if width <= 64 else 3 if width <= 128 else 2
-    return Setting(lanes, keys, split, warps, stages)
+    return Setting(lanes, keys, split, warps, stages, two_loops=lanes > 64)
 
 
 def splits_ahead(cut: Setting, block_e: int) -> int:
@@ -114,6 +121,7 @@ def attention_triton(
         SPLIT=cut.split,
         HAS_FIRST=keys.first_BQ is not None,
         HAS_OWN=keys.own_BQW is not None,
+        HAS_TWO_LOOPS=cut.two_loops,
         BLOCK_M=cut.lanes,
         BLOCK_E=BLOCK_E,
         BLOCK_KEYS=cut.keys,
@@ -163,6 +171,7 @@ def _attention_kernel(
     SPLIT: tl.constexpr,
     HAS_FIRST: tl.constexpr,
     HAS_OWN: tl.constexpr,
+    HAS_TWO_LOOPS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
@@ -216,12 +225,12 @@ def _attention_kernel(
         first_at = first_ptr + row * first_stride_b + query_M * first_stride_q
         first_M = tl.load(first_at, mask=is_lane_M, other=0x7FFFFFFF).to(tl.int32)
         # A window leaves most of a long prefix out: whole tiles of it are not even read.
-        start = tl.maximum(start, tl.min(first_M, axis=0) // BLOCK_KEYS * BLOCK_KEYS)
+        near = tl.minimum(tl.min(first_M, axis=0), stop)
+        start = tl.maximum(start, near // BLOCK_KEYS * BLOCK_KEYS)
     k_at_E = k_ptr + head * head_stride + e_E
     v_at_E = v_ptr + head * head_stride + e_E
-    num_tiles = tl.maximum(tl.cdiv(stop - start, BLOCK_KEYS), 0)
-    end, num_whole = num_tiles, 0
-    if not HAS_FIRST:
+    num_whole, end = 0, stop
+    if HAS_TWO_LOOPS and not HAS_FIRST:
         # Tiles that all queries see whole need no masks.
         seen_by_all = tl.min(tl.where(is_lane_M, stop_M, 0x7FFFFFFF), axis=0)
         num_whole = tl.maximum(tl.minimum(seen_by_all, stop) - start, 0) // BLOCK_KEYS
@@ -230,8 +239,9 @@ def _attention_kernel(
         word_at_MW = own_ptr + row * own_stride_b + (query_M * own_stride_q)[:, None] + word_W
         is_word_MW = is_lane_M[:, None] & (word_W * 32 < Q)[None, :]
         word_MW = tl.load(word_at_MW, mask=is_word_MW, other=0)
-        if split == num_splits - 1:
-            end += tl.cdiv(Q, BLOCK_KEYS)
+        # Own tokens are the keys behind the last of the prefix, most often in the same tile.
+        end += tl.where(split == num_splits - 1, Q, 0)
+    num_tiles = tl.maximum(tl.cdiv(end - start, BLOCK_KEYS), 0)
     for number in range(num_whole):
         at = start + number * BLOCK_KEYS
         z_Z = at + tl.arange(0, BLOCK_KEYS)
@@ -248,32 +258,27 @@ def _attention_kernel(
             v_ZE = tl.load(v_at_E[None, :] + at_ZE, mask=is_e_E[None, :], other=0.0)
         s_MZ = tl.dot(q_ME, tl.trans(k_ZE), input_precision="ieee")
         best_M, total_M, acc_ME = add_keys(s_MZ, v_ZE, best_M, total_M, acc_ME, scale)
-    for number in range(num_whole, end):
-        # One loop for both kinds of keys, so that loads run ahead over the border too.
-        is_prefix = number < num_tiles
-        at = tl.where(is_prefix, start + number * BLOCK_KEYS, (number - num_tiles) * BLOCK_KEYS)
+    for number in range(num_whole, num_tiles):
+        at = start + number * BLOCK_KEYS
         z_Z = at + tl.arange(0, BLOCK_KEYS)
-        is_key_Z = z_Z < tl.where(is_prefix, stop, Q)
         if PAGE % BLOCK_KEYS == 0:
-            # An own tile reads some page of the row's, and makes no use of it.
-            page = tl.load(page_at + tl.where(is_prefix, at // PAGE, 0))
+            # A tile of own tokens alone reads the last page of the prefix, and makes no use of it.
+            page = tl.load(page_at + tl.minimum(at, tl.maximum(stop - 1, 0)) // PAGE)
             cell_Z = page * PAGE + z_Z % PAGE
         else:
-            in_pages_Z = z_Z < tl.where(is_prefix, stop, 0)
-            page_Z = tl.load(page_at + z_Z // PAGE, mask=in_pages_Z, other=0)
+            page_Z = tl.load(page_at + z_Z // PAGE, mask=z_Z < stop, other=0)
             cell_Z = page_Z * PAGE + z_Z % PAGE
         if HAS_OWN:
-            cell_Z = tl.where(is_prefix, cell_Z, own_cell + row * Q + z_Z)
+            cell_Z = tl.where(z_Z < stop, cell_Z, own_cell + row * Q + (z_Z - stop))
         at_ZE = (cell_Z * cell_stride)[:, None]
-        is_there_ZE = is_key_Z[:, None] & is_e_E[None, :]
+        is_there_ZE = (z_Z < end)[:, None] & is_e_E[None, :]
         k_ZE = tl.load(k_at_E[None, :] + at_ZE, mask=is_there_ZE, other=0.0)
         v_ZE = tl.load(v_at_E[None, :] + at_ZE, mask=is_there_ZE, other=0.0)
-        sees_MZ = z_Z[None, :] < stop_M[:, None]
+        sees_MZ = z_Z[None, :] < tl.minimum(stop_M, stop)[:, None]
         if HAS_FIRST:
             sees_MZ &= z_Z[None, :] >= first_M[:, None]
         if HAS_OWN:
-            sees_own_MZ = _sees_own(word_MW, at, z_Z, BLOCK_KEYS, BLOCK_W)
-            sees_MZ = tl.where(is_prefix, sees_MZ, sees_own_MZ)
+            sees_MZ |= _sees_own(word_MW, z_Z - stop, BLOCK_W)
         s_MZ = tl.dot(q_ME, tl.trans(k_ZE), input_precision="ieee")
         s_MZ = tl.where(sees_MZ, s_MZ, float("-inf"))
         best_M, total_M, acc_ME = add_keys(s_MZ, v_ZE, best_M, total_M, acc_ME, scale)
@@ -328,15 +333,16 @@ def _attention_kernel(
 
 
 @triton.jit
-def _sees_own(word_MW, at, z_Z, BLOCK_KEYS: tl.constexpr, BLOCK_W: tl.constexpr):
-    """Bool [BLOCK_M, BLOCK_KEYS]: the bits of own tokens from `at` on, a multiple of BLOCK_KEYS."""
+def _sees_own(word_MW, own_Z, BLOCK_W: tl.constexpr):
+    """Bool [BLOCK_M, BLOCK_KEYS]: the bits of these own tokens; those below 0 are none."""
     number_W = tl.arange(0, BLOCK_W)
-    for part in tl.static_range(BLOCK_KEYS // 32):
-        is_word_W = number_W == at // 32 + part
-        word_M = tl.sum(tl.where(is_word_W[None, :], word_MW, 0), axis=1)
-        is_set_MZ = ((word_M[:, None] >> (z_Z % 32)[None, :]) & 1) != 0
-        if part == 0:
+    for word in tl.static_range(BLOCK_W):
+        word_M = tl.sum(tl.where((number_W == word)[None, :], word_MW, 0), axis=1)
+        is_in_word_Z = (own_Z >= word * 32) & (own_Z < word * 32 + 32)
+        bit_MZ = (word_M[:, None] >> (own_Z & 31)[None, :]) & 1
+        is_set_MZ = (bit_MZ != 0) & is_in_word_Z[None, :]
+        if word == 0:
             sees_MZ = is_set_MZ
         else:
-            sees_MZ = tl.where((z_Z - at < part * 32)[None, :], sees_MZ, is_set_MZ)
+            sees_MZ |= is_set_MZ
     return sees_MZ

@@ -15,14 +15,16 @@ LOG2_E = 1.4426950408889634
 
 class Setting(NamedTuple):
     """How a launch is cut. lanes: (query, head) pairs a program; keys: looked at together; split:
-    keys of a split, a multiple of `keys`; warps, stages: as Triton knows them. All of it may change
-    bits, so it depends on the sizes of a plan alone."""
+    keys of a split, a multiple of `keys`; warps, stages: as Triton knows them; two_loops: whether
+    tiles that need no masks have a loop of their own; the other one begins to read anew. All of it
+    may change bits, so it depends on the sizes of a plan alone."""
 
     lanes: int
     keys: int
     split: int
     warps: int
     stages: int
+    two_loops: bool = False
 
 
 def check_inputs(q_BQHE: Tensor, k_cache_XGE: Tensor, v_cache_XGE: Tensor, keys: RowKeys) -> None:

@@ -34,6 +34,7 @@ def _gated_linear_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_Y: tl.constexpr,
+    IN_ORDER: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     BLOCK_F: tl.constexpr = BLOCK_N // 2
@@ -60,6 +61,7 @@ def _gated_linear_kernel(
         BLOCK_N,
         BLOCK_K,
         BLOCK_Y,
+        IN_ORDER,
     )
     gate_TF, up_TF = pairs(sum_TN, BLOCK_T, BLOCK_N)
     place_F = first + tl.arange(0, BLOCK_F)
@@ -108,6 +110,7 @@ def gated_linear_fused(normed: Normed, weight_2FD: Tensor, tile: Tile) -> Tensor
         tile.outputs,
         tile.depth,
         triton.next_power_of_2(own.num_squares),
+        tile.in_order,
         num_warps=tile.warps,
         num_stages=tile.stages,
         **OVERLAP,

@@ -44,9 +44,12 @@ def _linear_add_kernel(
     is_TN = is_token_T[:, None] & (output_N < D)[None, :]
     own_N = tl.minimum(output_N, D - 1)
     await_input(weight_ptr, weight_stride, own_N, X, BLOCK_N, OVERLAPS)
-    # What the end needs is read first: it arrives while the product is made.
+    # What the end needs is read first, if registers can hold it: it arrives while the product is
+    # made.
+    IS_SMALL: tl.constexpr = BLOCK_T * BLOCK_N <= 8192
     residual_ptrs = residual_ptr + token_T[:, None] * residual_stride + output_N[None, :]
-    residual_TN = tl.load(residual_ptrs, mask=is_TN, other=0.0)
+    if IS_SMALL:
+        residual_TN = tl.load(residual_ptrs, mask=is_TN, other=0.0)
     if scaled_ptr is not None:
         norm_N = tl.load(norm_ptr + output_N, mask=output_N < D, other=0.0)
     sum_TN = product_tile(
@@ -62,6 +65,8 @@ def _linear_add_kernel(
         BLOCK_N,
         BLOCK_K,
     )
+    if not IS_SMALL:
+        residual_TN = tl.load(residual_ptrs, mask=is_TN, other=0.0)
     out_TN = (residual_TN.to(tl.float32) + sum_TN).to(dtype)
     place_TN = token_T[:, None] * D + output_N[None, :]
     tl.store(out_ptr + place_TN, out_TN, mask=is_TN)

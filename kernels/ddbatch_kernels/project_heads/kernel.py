@@ -58,6 +58,7 @@ def _project_heads_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_Y: tl.constexpr,
+    IN_ORDER: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     BLOCK_J: tl.constexpr = BLOCK_N // 2
@@ -94,6 +95,7 @@ def _project_heads_kernel(
         BLOCK_N,
         BLOCK_K,
         BLOCK_Y,
+        IN_ORDER,
     )
     if bias_ptr is not None:
         sum_TN += bias_N.to(tl.float32)[None, :]
@@ -192,6 +194,7 @@ def project_heads_fused(
         tile.outputs,
         tile.depth,
         triton.next_power_of_2(own.num_squares),
+        tile.in_order,
         num_warps=tile.warps,
         num_stages=tile.stages,
         **OVERLAP,

@@ -31,6 +31,7 @@ def _normed_linear_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_Y: tl.constexpr,
+    IN_ORDER: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     token_T = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -57,6 +58,7 @@ def _normed_linear_kernel(
         BLOCK_N,
         BLOCK_K,
         BLOCK_Y,
+        IN_ORDER,
     )
     if bias_ptr is not None:
         sum_TN += bias_N.to(tl.float32)[None, :]
@@ -106,6 +108,7 @@ def _launch(
         tile.outputs,
         tile.depth,
         triton.next_power_of_2(own.num_squares),
+        tile.in_order,
         num_warps=tile.warps,
         num_stages=tile.stages,
         **OVERLAP,
