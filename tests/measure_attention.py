@@ -137,12 +137,15 @@ def make_inputs(point: Point, device: torch.device) -> Inputs:
     k, v = (torch.empty(planes, dtype=torch.bfloat16, device=device).normal_() for _ in range(2))
     q = torch.empty(rows, own, shape.heads, shape.width, dtype=torch.bfloat16, device=device)
     order = torch.randperm(rows * pages, generator=torch.Generator().manual_seed(0))
+    num_keys = 1024 * -(-context // 1024)
+    table = torch.zeros(rows, max(pages, num_keys // PAGE), dtype=torch.long)
+    table[:, :pages] = order.view(rows, pages)
     sees = torch.ones(1, own, own, dtype=torch.bool).tril()
     keys = RowKeys(
-        order.view(rows, pages).to(device),
+        table.to(device),
         torch.arange(rows, device=device),
         PAGE,
-        1024 * -(-context // 1024),
+        num_keys,
         None,
         torch.full((rows, own), context, device=device),
         pack_ancestors(sees).expand(rows, -1, -1).contiguous().to(device),
@@ -161,6 +164,7 @@ def others(plain: Setting) -> Iterator[Setting]:
         yield plain._replace(stages=stages)
     for split in (128, 256, 512, 1024):
         yield plain._replace(split=split)
+    yield plain._replace(two_loops=not plain.two_loops)
     if plain.lanes > 16:
         yield plain._replace(lanes=plain.lanes // 2)
 

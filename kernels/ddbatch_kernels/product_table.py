@@ -68,8 +68,8 @@ TABLE: dict[Op, tuple[tuple[Row, ...], tuple[Row, ...]]] = {
     Op.ADD: (
         (
             Row(16, 16, Loop(16, 128, 4, 96 * KB)),
-            Row(32, 32, Loop(16, 128, 4, 96 * KB)),
-            Row(128, 64, Loop(16, 128, 4, 96 * KB)),
+            Row(96, 32, Loop(16, 128, 4, 96 * KB)),
+            Row(160, 64, Loop(16, 128, 4, 96 * KB)),
             Row(288, 64, Loop(32, 128, 4, 96 * KB)),
             Row(512, 64, Loop(64, 64, 4, 64 * KB)),
             Row(2304, 128, Loop(64, 64, 8, 80 * KB)),
@@ -91,8 +91,8 @@ TABLE: dict[Op, tuple[tuple[Row, ...], tuple[Row, ...]]] = {
         (
             Row(16, 16, Loop(16, 64, 4, 96 * KB)),
             Row(32, 32, Loop(16, 64, 4, 96 * KB)),
-            Row(64, 64, Loop(16, 64, 4, 96 * KB)),
-            Row(128, 64, Loop(32, 64, 4, 48 * KB)),
+            Row(96, 32, Loop(32, 64, 4, 64 * KB)),
+            Row(160, 64, Loop(32, 64, 4, 48 * KB)),
             Row(768, 64, Loop(64, 64, 4, 64 * KB)),
             Row(2304, 128, Loop(64, 64, 8, 72 * KB)),
         ),
