@@ -6,12 +6,12 @@ order and in order (engine.reproducible) side by side; and prefill; no test.
     python tests/measure_rounds.py --random 8b --calls 1x0 1x15 8x0 8x15 --coin 0.68
 
 An arm is ROWSxBUDGET or ROWSxBUDGET/BLOCK, the latter with drafts of BLOCK positions; budget 0 is
-plain decoding. All rows are live, with random prompts of
---context tokens. A round is a replay of one graph from the same state each time. A prefill is
-COUNTxTOKENS prompts into an empty engine: from the first upload to the end of the device's work,
-and what the host takes of that. A floor is the time of the bytes that must be read once, or of the
-arithmetic, at rates measured in the same run. A call is whole: ROWS prompts, 256 new tokens each;
-with --coin acceptance is synthetic (synthetic.py), and a draft is a path.
+plain decoding. All rows are live, with random prompts of --context tokens. A round is a replay of
+one graph from the same state each time. A prefill is COUNTxTOKENS prompts into an empty engine, in
+calls that take all of them or are as large as calls get: from the first upload to the end of the
+device's work, and what the host takes of that. A floor is the time of the bytes that must be read
+once, or of the arithmetic, at rates measured in the same run. A call is whole: ROWS prompts, 256
+new tokens each; with --coin acceptance is synthetic (synthetic.py), and a draft is a path.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ from measuring import (
 from synthetic import coins
 
 from ddbatch.core import Key, Sampling, TokenPrompt
+from ddbatch.engine.plan import CHUNK, MAX_CHUNKS
 from ddbatch.engine.programs import GraphPool
 from ddbatch.models.decoder import DecoderLayer, Target
 
@@ -169,7 +170,9 @@ def time_prefill(
     """Milliseconds of prompts into an empty engine, and of the host's work in it."""
     count, tokens = size
     sum_in_order(pair.target, in_order=False)
-    engine = make_engine(pair, Arm("ddtree", 15, max(8, count)), length, pool)
+    # Calls that take all of it, if one can.
+    chunks = min(MAX_CHUNKS["cuda"], count * -(-tokens // CHUNK["cuda"]))
+    engine = make_engine(pair, Arm("ddtree", 15, max(8, count)), length, pool, chunks)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(pair.target.dims.vocab, (count, tokens), generator=generator).tolist()
     prompts = [
@@ -202,7 +205,7 @@ def run_calls(
     arm = arm._replace(method="chain") if has_coin else arm
     with coins(args.coin) if has_coin else nullcontext():
         engine = make_engine(pair, arm, args.context + NEW, pool)
-        passes = [run_engine(engine, work, rows) for _ in range(6)]
+        passes = [run_engine(engine, work, rows) for _ in range(4)]
     return [(item.tokens_per_second, item.acceptance_length or 0.0) for item in passes[1:]]
 
 

@@ -21,7 +21,7 @@ import torch
 
 from ddbatch.core import Key, Sampling, TokenPrompt
 from ddbatch.engine.engine import Engine
-from ddbatch.engine.plan import Method, plan_cache, plan_shapes
+from ddbatch.engine.plan import Method, plan_cache, plan_prefill, plan_shapes
 from ddbatch.engine.programs import GraphPool
 from ddbatch.engine.sampling import draw_kind
 from ddbatch.engine.state import RoundShape, RoundState
@@ -163,8 +163,11 @@ def pick_pool(option: bool | None, device: torch.device) -> GraphPool | None:
     return GraphPool() if is_captured else None
 
 
-def make_engine(pair: Pair, arm: Arm, max_len: int, pool: GraphPool | None) -> Engine:
-    """An engine of this arm for sequences of up to max_len tokens; with a pool it is captured."""
+def make_engine(
+    pair: Pair, arm: Arm, max_len: int, pool: GraphPool | None, chunks: int | None = None
+) -> Engine:
+    """An engine of this arm for sequences of up to max_len tokens; with a pool it is captured.
+    chunks: of a prefill call, None: as many as the plan says."""
     device = pair.device.type
     plan = plan_shapes(
         arm.method,
@@ -176,11 +179,13 @@ def make_engine(pair: Pair, arm: Arm, max_len: int, pool: GraphPool | None) -> E
         gemm_limit=None,
         device=device,
     )
+    prefill = plan_prefill(arm.rows, device)
     return Engine(
         pair.target,
         pair.drafter if plan.nodes > 1 else None,
         plan,
         plan_cache(arm.rows, max_len=max_len, page=None, device=device),
+        prefill_plan=prefill if chunks is None else replace(prefill, chunks=chunks),
         pool=pool,
     )
 

@@ -15,8 +15,11 @@ import triton.language as tl
 
 from ddbatch_kernels.overlap import LINE_BYTES, ask_for, gdc_launch_dependents, gdc_wait
 
-# What a program asks for while it waits: what all of them may hold of a large weight at a time.
+# What a program asks for while it waits: its part of a small weight, and of a wide one what takes
+# the time that a launch takes; more would stand in the way of the kernel before.
 AHEAD_BYTES = tl.constexpr(48 << 10)
+AHEAD_BYTES_WIDE = tl.constexpr(16 << 10)
+WIDE = tl.constexpr(2048)
 
 
 @triton.jit
@@ -66,7 +69,8 @@ def await_input(
     L2 cache."""
     SIZE: tl.constexpr = weight_ptr.dtype.element_ty.primitive_bitwidth // 8
     LINE: tl.constexpr = LINE_BYTES // SIZE
-    MOST: tl.constexpr = AHEAD_BYTES // SIZE // BLOCK_N
+    BYTES: tl.constexpr = AHEAD_BYTES if K <= WIDE else AHEAD_BYTES_WIDE
+    MOST: tl.constexpr = BYTES // SIZE // BLOCK_N
     AHEAD: tl.constexpr = MOST if MOST < K else K
     STEP: tl.constexpr = 8 * LINE
     if OVERLAPS:

@@ -19,32 +19,33 @@ from ddbatch_kernels.attention.reference import RowKeys
 from ddbatch_kernels.attention.tiles import LOG2_E, Setting, add_keys, check_inputs, join_split
 from ddbatch_kernels.overlap import OVERLAP, ask_for_rows, gdc_launch_dependents, gdc_wait
 
-# (programs without splits up to, KiB of keys and values a split), found by
-# tests/measure_attention.py: a few tiles a program where programs do not fill the GPU.
-SPLITS = ((16, 64), (132, 128), (528, 512))
-LARGE_SPLIT = 4096  # keys
-# The sums of a split are written and read again, which may take a share of what its keys take.
-KEYS_A_LANE = 8
+# (programs without splits up to, keys a split), found by tests/measure_attention.py: a few tiles a
+# program where programs do not fill the GPU.
+SPLITS = ((16, 128), (132, 256), (528, 1024))
+LARGE_SPLIT = 4096
 
 
 def setting_of(rows: int, kv_heads: int, queries: int, width: int, dtype: torch.dtype) -> Setting:
     """For so many rows; queries: those of a row times the query heads of a key head; width: of a
     head, padded."""
-    is_float32 = dtype == torch.float32
+    is_float32, is_narrow = dtype == torch.float32, width <= 64
     # What fits in registers: float32 takes no tensor cores and twice the space.
     most, keys = (32, 32) if is_float32 else (128 if width <= 128 else 64, 64)
-    if rows * kv_heads <= SPLITS[0][0] and width > 64:
-        most = 32  # where few programs wait for much
+    if rows * kv_heads <= (32 if is_narrow else 16):
+        most = 16 if is_narrow else 32  # too few programs: smaller ones are done sooner
     lanes = min(max(16, triton.next_power_of_2(queries)), most)
     programs = rows * kv_heads * triton.cdiv(queries, lanes)
-    kib = next((kib for most, kib in SPLITS if programs <= most), None)
-    split = LARGE_SPLIT
-    if kib is not None:
-        split = max((kib << 10) // (2 * width * dtype.itemsize), KEYS_A_LANE * lanes)
+    split = next((keys for most, keys in SPLITS if programs <= most), LARGE_SPLIT)
+    # The sums of a split are written and read again, and large ones fill a multiprocessor alone.
+    split = max(split, lanes**2 // 16)
     warps = 8 if lanes * width > 64 * 128 else 2 if lanes == 16 and programs > 132 else 4
-    # A tile's page is known a tile ahead of its keys.
-    stages = 1 if is_float32 else 4 if width <= 64 else 3 if width <= 128 else 2
-    return Setting(lanes, keys, split, warps, stages, two_loops=lanes > 64)
+    # A tile's page is known some tiles ahead of its keys.
+    stages = 1 if is_float32 else 3 if width <= 128 else 2
+    if is_narrow and not is_float32:
+        stages = 6 if lanes == 16 or programs <= 132 else 4
+    # Where keys are read as fast as they come, or scores take the time, masks cost.
+    two_loops = lanes > 64 or (not is_narrow and programs > 132)
+    return Setting(lanes, keys, split, warps, stages, two_loops)
 
 
 def splits_ahead(cut: Setting, block_e: int) -> int:
