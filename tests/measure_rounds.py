@@ -113,7 +113,7 @@ def main() -> None:
         f"Context {args.context}. Measured: read {rates.read / 1e12:.3f} TB/s, copy "
         f"{rates.copy / 1e12:.3f} TB/s, matrix product {rates.matmul / 1e12:.1f} TFLOP/s.\n"
     )
-    rounds, prefills = [], []
+    rounds, prefills, calls = [], [], []
     for arm in args.arms:
         orders = [False, True] if args.in_order else [False]
         rounds.append((arm, [time_arm(args, pair, arm, pool, rates, o) for o in orders]))
@@ -121,8 +121,9 @@ def main() -> None:
     for size in args.prefill:
         prefills.append((size, time_prefill(pair, size, length, pool)))
         save(args.json, {"rounds": rounds, "prefills": prefills})
-    calls = [(arm, run_calls(args, pair, arm, pool)) for arm in args.calls]
-    save(args.json, {"rounds": rounds, "prefills": prefills, "calls": calls})
+    for arm in args.calls:
+        calls.append((arm, run_calls(args, pair, arm, pool)))
+        save(args.json, {"rounds": rounds, "prefills": prefills, "calls": calls})
     print(table(ROUND_HEADS, (round_row(*item) for item in rounds)))
     print(table(PREFILL_HEADS, prefill_rows(pair, rates, prefills)))
     print(table(CALL_HEADS, call_rows(calls, args.coin)))
