@@ -15,9 +15,11 @@ from tiny import load_tiny_pair
 from torch import Tensor
 
 from ddbatch.core import Completion, Key, PrefillPlan, Rejected, Sampling, TokenPrompt
+from ddbatch.engine import engine as engine_module
 from ddbatch.engine.engine import Engine
 from ddbatch.engine.prefill import Placed, pieces_of
 from ddbatch.engine.programs import EagerPrograms
+from ddbatch.engine.sampling import TokenFlags
 from ddbatch.engine.state import RoundShape, RoundState, cell_of
 from ddbatch.models.decoder import Target
 from ddbatch.models.dflash import DFlash
@@ -226,3 +228,24 @@ def test_a_short_call_after_a_long_one_is_written_to_the_end(pair: Pair) -> None
     assert fresh.state.chunk_RX[0].tolist() == [0, 0, 3, 1, *short, *[0] * 5]
     assert fresh.state.chunk_RX[1:].tolist() == [[fresh.state.nobody] + [0] * 11] * 3
     assert used.state.chunk_RX[:, ChunkFact.SLOT].tolist() == [1, 6, 6, 6]
+
+
+def test_slots_are_set_up_once_a_call_however_often_prompts_arrive(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Setting slots up takes many small launches, and prompts arrive with almost every round."""
+    opened: list[int] = []
+    original = engine_module.open_slots
+
+    def open_slots(state: RoundState, flags: TokenFlags, placed: Sequence[Placed]) -> None:
+        opened.append(len(placed))
+        original(state, flags, placed)
+
+    monkeypatch.setattr(engine_module, "open_slots", open_slots)
+    engine = make_engine(*pair, rows=8, prefill_plan=PrefillPlan(4, 16, True))
+    caps = [3 + 5 * (place % 4) for place in range(40)]
+    done = decode(engine, random_prompts([9] * 40, VOCAB), caps)
+    assert [len(item.token_ids) for item in done if isinstance(item, Completion)] == caps
+    assert sum(opened) == 40
+    assert max(opened) == 4
+    assert sum(count == 4 for count in opened) >= 8  # calls wait to be full

@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -157,16 +158,19 @@ class Engine:
     @torch.inference_mode()
     def fill(self, prompts: Iterator[TokenPrompt]) -> None:
         """Reserve a slot and pages for as many prompts as fit, and launch prefill calls."""
-        placed = list(self._place(prompts))
-        if placed:
-            open_slots(self.state, self._flags, placed)
-            self._draw = max(self._least_draw, *(seat.draw for seat in self._seats.values()))
-        plan, histories = self.state.prefill_plan, self._histories
+        chunks, has_more = self.state.prefill_plan.chunks, True
+        while has_more:
+            # While the device works on a call the next prompts are seated.
+            placed = list(islice(self._place(prompts), chunks))
+            if placed:
+                self._draw = max(self._least_draw, *(seat.draw for seat in self._seats.values()))
+            while len(self._pieces) >= chunks:
+                self._prefill(chunks)
+            has_more = len(placed) == chunks
         # A call waits to be full while rows and half the spare slots have work.
         enough = (self.plan.rows + self.cache_plan.slots) // 2
-        while len(self._pieces) >= plan.chunks or (self._pieces and histories.num_loaded < enough):
-            count = min(plan.chunks, len(self._pieces))
-            self._prefill([self._pieces.popleft() for _ in range(count)])
+        if self._pieces and self._histories.num_loaded < enough:
+            self._prefill(len(self._pieces))
 
     @torch.inference_mode()
     def step(self) -> None:
@@ -220,8 +224,13 @@ class Engine:
             self.stats.prompt_tokens += len(prompt.token_ids)
             yield placed
 
-    def _prefill(self, pieces: list[Piece]) -> None:
+    def _prefill(self, count: int) -> None:
+        """Launch a call for so many of the pieces that wait."""
         plan = self.state.prefill_plan
+        pieces = [self._pieces.popleft() for _ in range(count)]
+        placed = [piece.placed for piece in pieces if not piece.start]
+        if placed:
+            open_slots(self.state, self._flags, placed)
         put_pieces(self.state, pieces)
         shape = RoundShape(self._num_keys(max(piece.stop for piece in pieces)), self._draw)
         self.programs.prefill(shape, plan.chunks if plan.is_fixed else len(pieces))
