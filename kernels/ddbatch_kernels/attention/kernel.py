@@ -258,7 +258,9 @@ def _attention_kernel(
             k_ZE = tl.load(k_at_E[None, :] + at_ZE, mask=is_e_E[None, :], other=0.0)
             v_ZE = tl.load(v_at_E[None, :] + at_ZE, mask=is_e_E[None, :], other=0.0)
         s_MZ = tl.dot(q_ME, tl.trans(k_ZE), input_precision="ieee")
-        best_M, total_M, acc_ME = add_keys(s_MZ, v_ZE, best_M, total_M, acc_ME, scale)
+        best_M, total_M, acc_ME = add_keys(
+            s_MZ, v_ZE, best_M, total_M, acc_ME, scale, IN_ORDER=False
+        )
     for number in range(num_whole, num_tiles):
         at = start + number * BLOCK_KEYS
         z_Z = at + tl.arange(0, BLOCK_KEYS)
@@ -282,7 +284,9 @@ def _attention_kernel(
             sees_MZ |= _sees_own(word_MW, z_Z - stop, BLOCK_W)
         s_MZ = tl.dot(q_ME, tl.trans(k_ZE), input_precision="ieee")
         s_MZ = tl.where(sees_MZ, s_MZ, float("-inf"))
-        best_M, total_M, acc_ME = add_keys(s_MZ, v_ZE, best_M, total_M, acc_ME, scale)
+        best_M, total_M, acc_ME = add_keys(
+            s_MZ, v_ZE, best_M, total_M, acc_ME, scale, IN_ORDER=False
+        )
     if num_splits > 1:
         place_M = tl.arange(0, BLOCK_M)
         part = tile * tl.num_programs(1)
