@@ -292,9 +292,10 @@ def _attention_kernel(
         part = tile * tl.num_programs(1)
         part_at = part_ptr + (part * BLOCK_M + place_M)[:, None] * BLOCK_E + e_E[None, :]
         stat_at = stat_ptr + part * 2 * BLOCK_M + place_M
-        tl.store(part_at + split * BLOCK_M * BLOCK_E, acc_ME)
-        tl.store(stat_at + split * 2 * BLOCK_M, best_M)
-        tl.store(stat_at + split * 2 * BLOCK_M + BLOCK_M, total_M)
+        # Plain decoding fills few of a tile's lanes: the others are neither written nor read.
+        tl.store(part_at + split * BLOCK_M * BLOCK_E, acc_ME, mask=is_lane_M[:, None])
+        tl.store(stat_at + split * 2 * BLOCK_M, best_M, mask=is_lane_M)
+        tl.store(stat_at + split * 2 * BLOCK_M + BLOCK_M, total_M, mask=is_lane_M)
         # Every thread's stores come before the count that tells of them.
         tl.debug_barrier()
         arrived = tl.atomic_add(arrivals_ptr + tile, 1, sem="acq_rel")
@@ -308,7 +309,7 @@ def _attention_kernel(
             # Unrolled, so that some are read at once: to wait for each would take longer.
             for ahead in tl.static_range(AHEAD):
                 number = first + ahead
-                is_split_M = number + tl.zeros([BLOCK_M], tl.int32) < num_splits
+                is_split_M = lane_M < tl.where(number < num_splits, Q * GROUP, 0)
                 # Past the L1: another multiprocessor wrote these.
                 its_best_M = tl.load(
                     stat_at + number * 2 * BLOCK_M,
