@@ -63,7 +63,8 @@ class Row(NamedTuple):
 KB = 1 << 10
 MOST_SHARED = 227 * KB  # of a program
 LARGE = 1 << 22  # elements of a weight that takes longer to read than a kernel to start
-# For small weights and for large ones; more tokens than the last row has are cuBLAS's.
+# For small weights and for large ones; more tokens than the last row has are cuBLAS's, or, of heads
+# with norms, go through two launches.
 TABLE: dict[Op, tuple[tuple[Row, ...], tuple[Row, ...]]] = {
     Op.ADD: (
         (
@@ -105,7 +106,7 @@ TABLE: dict[Op, tuple[tuple[Row, ...], tuple[Row, ...]]] = {
             Row(768, 64, Loop(64, 64, 4, 64 * KB)),
             Row(2304, 128, Loop(64, 64, 8, 72 * KB)),
         ),
-        (Row(16, 16, Loop(16, 64, 8, 192 * KB)), Row(64, 64, Loop(16, 64, 8, 192 * KB))),
+        (Row(16, 16, Loop(16, 128, 4, 192 * KB)),),
     ),
 }
 EVER = 1 << 40
@@ -152,7 +153,7 @@ IN_ORDER: dict[Op, tuple[tuple[Row, ...], tuple[Row, ...]]] = {
             Row(768, 64, Loop(64, 64, 4, 64 * KB)),
             Row(EVER, 128, Loop(64, 64, 8, 72 * KB)),
         ),
-        (Row(EVER, 64, Loop(64, 64, 4, 64 * KB)),),
+        (),
     ),
     Op.SCORES: (
         (
@@ -173,9 +174,17 @@ def way_of(op: Op, T: int, N: int, K: int, dtype: torch.dtype, *, in_order: bool
     is_large = N * K >= LARGE
     if not in_order and (dtype == torch.float32 or op not in TABLE):
         return Way.CUBLAS
-    if not in_order and TABLE[op][is_large][-1].most < T:
-        return Way.CUBLAS
-    return Way.TWO_LAUNCHES if op is Op.NORMED_HEADS and is_large else Way.ONE_LAUNCH
+    if most_of(op, is_large, in_order) >= T:
+        return Way.ONE_LAUNCH
+    if op is Op.NORMED_HEADS and most_of(Op.HEADS, is_large, in_order) >= T:
+        return Way.TWO_LAUNCHES
+    return Way.CUBLAS
+
+
+def most_of(op: Op, is_large: bool, in_order: bool) -> int:
+    """Tokens that the table's last row is for."""
+    rows = (IN_ORDER if in_order else TABLE)[op][is_large]
+    return rows[-1].most if rows else 0
 
 
 def tile_of(
