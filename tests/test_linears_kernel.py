@@ -78,6 +78,18 @@ def assert_begun(normed: Normed) -> None:
     torch.testing.assert_close(normed.square_TY.sum(dim=1), x.square().sum(dim=1))
 
 
+def test_a_residual_is_overwritten_only_where_that_is_allowed(kernel_device: str) -> None:
+    """In the dtype that goes to cuBLAS; the sum is the same."""
+    normal = drawer(kernel_device, torch.float32, 1)
+    x, weight, residual, norm = normal(3, 64), normal(48, 64), normal(3, 48), normal(48)
+    before = residual.clone()
+    kept = linear_add_triton(x, weight, residual, norm, EPS).x_TD
+    assert torch.equal(residual, before)
+    made = linear_add_triton(x, weight, residual, norm, EPS, overwrites=True).x_TD
+    assert torch.equal(made, kept)
+    assert torch.equal(residual, kept)
+
+
 @pytest.mark.parametrize(("tokens", "width", "rows"), SIZES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_linear_add_is_no_worse_than_its_reference(

@@ -68,10 +68,12 @@ class DecoderLayer(nn.Module):
         number: int,
         cell_T: Tensor,
         keys: LayerKeys,
+        *,
+        keeps_input: bool = False,
     ) -> Normed:
         """From the stream, to be normed by this layer's input norm, to its output, to be normed by
         next_norm. The layer's keys and values, layer `number` of the cache, go to these cells, from
-        which attention reads them like all others."""
+        which attention reads them like all others. keeps_input: else the stream is overwritten."""
         mlp_norm, mlp = self.mlp_norm, self.mlp
         q_THE = project_heads(
             normed,
@@ -91,9 +93,23 @@ class DecoderLayer(nn.Module):
         )
         attended_TX = attend(q_THE, cache, number, keys.under(self.dims.windows[number]))
         add = partial(linear_add, in_order=self.in_order)
-        normed = add(attended_TX, self.out.weight, normed.x_TD, mlp_norm.weight, mlp_norm.eps)
+        normed = add(
+            attended_TX,
+            self.out.weight,
+            normed.x_TD,
+            mlp_norm.weight,
+            mlp_norm.eps,
+            overwrites=not keeps_input,
+        )
         act_TF = gated_linear(normed, mlp.gate_up.weight, in_order=self.in_order)
-        return add(act_TF, mlp.down.weight, normed.x_TD, next_norm.weight, next_norm.eps)
+        return add(
+            act_TF,
+            mlp.down.weight,
+            normed.x_TD,
+            next_norm.weight,
+            next_norm.eps,
+            overwrites=True,
+        )
 
     def destinations(self, prefix: str) -> dict[str, Tensor]:
         """Checkpoint tensor name, which begins with `prefix` -> the part of a weight it fills."""
@@ -180,7 +196,15 @@ class Target(nn.Module):
         tapped = []
         for number, layer in enumerate(self.layers):
             normed = layer(
-                normed, norms[number + 1], self.rope_P2E, pos_T, cache, number, cell_T, keys
+                normed,
+                norms[number + 1],
+                self.rope_P2E,
+                pos_T,
+                cache,
+                number,
+                cell_T,
+                keys,
+                keeps_input=number - 1 in tap_layers,
             )
             if number in tap_layers:
                 tapped.append(normed.x_TD)

@@ -92,11 +92,13 @@ def linear_add_triton(
     norm_eps: float,
     *,
     in_order: bool = False,
+    overwrites: bool = False,
 ) -> Normed:
     """What linear_add_ref computes, by the way that the table names for these sizes."""
     T, (D, X) = x_TX.shape[0], weight_DX.shape
     if way_of(Op.ADD, T, D, X, x_TX.dtype, in_order=in_order) is Way.CUBLAS:
-        out_TD = torch.addmm(residual_TD, x_TX, weight_DX.t())
+        out_TD = residual_TD if overwrites else None  # else PyTorch copies it first
+        out_TD = torch.addmm(residual_TD, x_TX, weight_DX.t(), out=out_TD)
         return Normed(out_TD, norm_weight_D, norm_eps)
     tile = tile_of(Op.ADD, T, D, X, x_TX.dtype, in_order=in_order)
     return linear_add_fused(x_TX, weight_DX, residual_TD, norm_weight_D, norm_eps, tile)
