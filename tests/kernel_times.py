@@ -45,6 +45,8 @@ KERNELS = {
     "_linear_add_kernel": "matmul",
     "_gated_linear_kernel": "matmul",
     "_attention_kernel": "attention",
+    "_split_kernel": "attention",
+    "_end_kernel": "attention",
 }
 # ... else the first of these that is part of the name of an op around it.
 OPS = {"rms_norm": "norms", "aten::linear": "matmul", "aten::copy_": "casts and copies"}

@@ -24,7 +24,6 @@ short_splits = partial(attention_triton, setting=SHORT_SPLITS)
 BOTH = [
     pytest.param((attention_ref, "cpu"), id="reference"),
     pytest.param((attention_triton, KERNEL_DEVICE), id="kernel"),
-    pytest.param((short_splits, KERNEL_DEVICE), id="kernel, short splits, two loops"),
 ]
 # (rows, queries, longest prefix, page)
 SHAPES = [(1, 1, 1, 64), (3, 7, 20, 8), (2, 33, 150, 64), (3, 1, 600, 16), (1, 70, 90, 64)]
@@ -170,6 +169,18 @@ def test_attention_is_the_formula_over_visible_keys(
         seed=queries,
     )
     assert_near(case.to(device).run(way), case.formula())
+
+
+@pytest.mark.parametrize("window", [None, 70])
+@pytest.mark.parametrize(
+    ("rows", "queries", "longest", "page"), [(2, 33, 150, 64), (3, 1, 300, 16)]
+)
+@pytest.mark.parametrize("kind", ["tree", "prefill"])
+def test_splits_and_loops_may_be_cut_in_any_way(
+    rows: int, queries: int, longest: int, page: int, kind: str, window: int | None
+) -> None:
+    case = random_case(rows, queries, longest, page=page, kind=kind, window=window)
+    assert_near(case.to(KERNEL_DEVICE).run(short_splits), case.formula())
 
 
 @pytest.mark.parametrize("budget", EVERY_BUDGET)
