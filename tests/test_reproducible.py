@@ -59,7 +59,7 @@ def test_all_plans_give_the_same_bits(
     window = {} if family == "llama" else {"window": 7, "full_layers": 1}
     pair = open_pair(tmp_path, dtype, family=family, **window)
     use_kernels(monkeypatch)
-    cap = 24 if IS_NATIVE else 4
+    cap = 24 if IS_NATIVE else 3
     prompts = token_prompts(
         random_prompts(LENGTHS, VOCAB), cap, [OWN[n % 3] for n in range(len(LENGTHS))]
     )
