@@ -41,8 +41,10 @@ def test_canaries_refill_every_slot_twice_with_longer_and_shorter_prompts(rows: 
         device="cuda",
     )  # fmt: skip
     cache_plan = plan_cache(rows, max_len=300, page=None, device="cuda")
-    canaries = Canaries(plan, cache_plan, chunk=64, vocab=VOCAB, sampling=HOT, seed=1)
     free, lengths = deque(range(cache_plan.slots)), [list[int]() for _ in range(cache_plan.slots)]
+    canaries = Canaries(
+        plan, cache_plan, next_slot=lambda: free[0], chunk=64, vocab=VOCAB, sampling=HOT, seed=1
+    )
     keys = set[Key]()
     for place in range(len(canaries.rungs)):
         in_flight = deque[int]()
@@ -54,10 +56,7 @@ def test_canaries_refill_every_slot_twice_with_longer_and_shorter_prompts(rows: 
             assert not prompt.sampling.stop
             if not free:  # one ends
                 free.append(in_flight.popleft())
-                canaries.freed(free[-1])
-        for slot in in_flight:
-            free.append(slot)
-            canaries.freed(slot)
+        free.extend(in_flight)
     assert len(keys) == canaries.num_prompts == sum(map(len, lengths))
     assert min(map(len, lengths)) >= MIN_USES
     steps = [new - old for line in lengths for old, new in pairwise(line)]

@@ -12,7 +12,7 @@ from decoding import decode, make_engine, random_prompts
 from tiny import read_drafter, read_target, write_drafter, write_target
 from torch import Tensor
 
-from ddbatch.core import Sampling
+from ddbatch.core import PrefillPlan, Sampling
 from ddbatch.engine.engine import Engine
 from ddbatch.engine.findings import Findings
 from ddbatch.engine.gate import judge
@@ -92,6 +92,14 @@ def test_a_sound_engine_passes(
 def test_log_probs_and_little_room_are_no_fault(folder: Path, options: dict[str, Any]) -> None:
     verdict = judge(make_engine(*load(folder), **options), sampling=HOT, gap=FLOAT32_GAP)
     assert verdict.reason == ""
+
+
+def test_slots_that_become_free_while_prompts_are_seated_are_no_fault(folder: Path) -> None:
+    # Many prefill calls in a row: the records of the first are read, and their prompts of one token
+    # end, before the last is launched.
+    engine = make_engine(*load(folder), rows=5, prefill_plan=PrefillPlan(1, 16, is_fixed=True))
+    verdict = judge(engine, sampling=HOT, gap=FLOAT32_GAP)
+    assert (verdict.is_sound, verdict.reason) == (True, "")
 
 
 def test_records_that_are_read_one_round_late_are_no_fault(folder: Path) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -49,10 +49,10 @@ def edge_lengths(cache_plan: CachePlan, chunk: int, rungs: Sequence[int]) -> lis
 
 
 class Canaries:
-    """Prompts for each rung of the ladder, drawn as slots become free; `freed` must be told.
+    """Prompts for each rung of the ladder, each drawn when the engine has a slot for it.
 
-    sampling: options of the run; canaries take them at random, without what ends a text, and some
-    are greedy.
+    next_slot: says which. sampling: options of the run; canaries take them at random, without what
+    ends a text, and some are greedy.
     """
 
     def __init__(
@@ -60,6 +60,7 @@ class Canaries:
         plan: ShapePlan,
         cache_plan: CachePlan,
         *,
+        next_slot: Callable[[], int],
         chunk: int,
         vocab: int,
         sampling: Sequence[Sampling],
@@ -72,15 +73,11 @@ class Canaries:
         self._random = random.Random(seed)
         self.rungs = ladder(cache_plan.key_counts)
         self._edges = edge_lengths(cache_plan, chunk, self.rungs)
-        self._free = deque(range(cache_plan.slots))
+        self._next_slot = next_slot
         self._next_is_long = [bool(slot % 2) for slot in range(cache_plan.slots)]
         self._num_uses = [0] * cache_plan.slots
         self.num_prompts = 0
         self.edge_keys: set[Key] = set()
-
-    def freed(self, slot: int) -> None:
-        """The engine has freed this slot; it takes slots in the order in which they became free."""
-        self._free.append(slot)
 
     def climb(self, place: int) -> Iterator[TokenPrompt]:
         """Prompts of one rung."""
@@ -93,7 +90,7 @@ class Canaries:
         )
         num_drawn = 0
         while any(pools) or num_drawn < self._least or (is_last and min(self._num_uses) < MIN_USES):
-            slot = self._free.popleft()
+            slot = self._next_slot()
             is_long = self._next_is_long[slot]
             self._next_is_long[slot] = not is_long
             self._num_uses[slot] += 1

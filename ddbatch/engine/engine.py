@@ -151,6 +151,11 @@ class Engine:
         return bool(self._seats or self._closing) or self._waiting is not None
 
     @property
+    def next_slot(self) -> int:
+        """The slot of the next prompt; there is one whenever a prompt is drawn."""
+        return self._homes.next_slot
+
+    @property
     def seats(self) -> Mapping[int, Seat]:
         """Slots in flight."""
         return self._seats

@@ -105,6 +105,7 @@ class _Hearing:
         canaries = Canaries(
             engine.plan,
             engine.cache_plan,
+            next_slot=lambda: engine.next_slot,
             chunk=engine.state.prefill_plan.chunk,
             vocab=engine.target.dims.vocab,
             sampling=sampling,
@@ -125,7 +126,7 @@ class _Hearing:
         noted = Noted(engine, twin)
         found: list[Decoded] = []
         for place in range(len(rungs)):
-            decoded = self._decode(noted, canaries.climb(place), canaries)
+            decoded = self._decode(noted, canaries.climb(place))
             found += decoded
             if twin.fault is not None:
                 findings.fault("captured == eager", twin.fault)
@@ -167,7 +168,7 @@ class _Hearing:
             num_waves, num_left = num_waves + 1, forced.num_left
             wave = {prompt.key: prompt for prompt in islice(turns, num_prompts)}
             forced.begin(known)
-            decoded = self._decode(Noted(engine, forced), iter(wave.values()), None)
+            decoded = self._decode(Noted(engine, forced), iter(wave.values()))
             for item in decoded:
                 findings.judge_forced(item, known[item.done.key], forced.accepted[item.done.key])
             decoded.sort(key=lambda item: item.done.token_ids == known[item.done.key])
@@ -178,9 +179,7 @@ class _Hearing:
             f"kinds, {num_waves} times {num_prompts} canaries"
         )
 
-    def _decode(
-        self, noted: Noted, prompts: Iterator[TokenPrompt], canaries: Canaries | None
-    ) -> list[Decoded]:
+    def _decode(self, noted: Noted, prompts: Iterator[TokenPrompt]) -> list[Decoded]:
         """Decode prompts until the engine is idle; nothing where its host stopped it."""
         engine, findings = self._engine, self.findings
         num_before, done = len(noted.placed), list[Completion]()
@@ -192,8 +191,6 @@ class _Hearing:
                     self._knows_all = False
                     return []
                 done.append(item)
-                if canaries is not None:
-                    canaries.freed(item.slot)
         except (RunError, AssertionError) as error:
             findings.fault("record", str(error) or repr(error))
             self._knows_all = False

@@ -36,6 +36,11 @@ class Homes:
         """Whether a slot is free."""
         return bool(self._slots)
 
+    @property
+    def next_slot(self) -> int:
+        """The slot that the next prompt takes."""
+        return self._slots[0]
+
     def take(self, prompt: TokenPrompt) -> Placed | None:
         """A free slot, and pages for all that the prompt may become; None while pages are short."""
         length = len(prompt.token_ids) + prompt.max_new_tokens
