@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from conftest import KERNEL_DEVICE
+from kernel_errors import mend_interpreter
 
 import ddbatch_kernels
 
@@ -28,6 +29,7 @@ def use_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     is."""
     if KERNEL_DEVICE != "cpu":
         return
+    mend_interpreter(monkeypatch)
     for name, public, launcher in ops():
         for module in [m for key, m in sys.modules.items() if key.startswith("ddbatch.")]:
             for attribute, value in list(vars(module).items()):

@@ -1,7 +1,8 @@
-"""How wrong a kernel may be in a dtype of two bytes, and bfloat16 for those interpreted; no test.
+"""How wrong a kernel may be in a dtype of two bytes, and arithmetic for those interpreted; no test.
 
 Triton's interpreter cuts a bfloat16 off where a GPU rounds it, and multiplies the bit patterns of
-two in a matrix product.
+two in a matrix product; its products are the host's, which on some machines adds the elements of a
+row up in an order that depends on its place and its neighbours.
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ def assert_no_worse(found: Tensor, expected: Tensor, truth: Tensor) -> None:
     assert own.max() <= 2 * ALLOWED * other.max(), (own.max(), other.max())
 
 
-def mend_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For one test, let the interpreter, where there is one, treat bfloat16 as a GPU does."""
+def mend_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For one test, let the interpreter, where there is one, compute as a GPU does."""
     if os.environ.get("TRITON_INTERPRET") != "1":
         return
     import triton.language as tl
     from triton.runtime import interpreter
 
     builder = interpreter.InterpreterBuilder
-    cast, dot = builder.cast_impl, builder.create_dot
+    cast = builder.cast_impl
 
     def rounding(self, source, dtype):  # type: ignore[no-untyped-def]
         if source.dtype.scalar != tl.float32 or dtype.scalar != tl.bfloat16:
@@ -42,10 +43,14 @@ def mend_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
         rounded = torch.from_numpy(bits).view(torch.float32).bfloat16().view(torch.int16)
         return interpreter.TensorHandle(rounded.numpy().view(np.uint16), tl.bfloat16)
 
-    def widening(self, a, b, *rest):  # type: ignore[no-untyped-def]
+    def dot_in_order(self, a, b, d, *_):  # type: ignore[no-untyped-def]
         if a.dtype.scalar == tl.bfloat16:
             a, b = cast(self, a, tl.float32), cast(self, b, tl.float32)
-        return dot(self, a, b, *rest)
+        wide_a, wide_b = (item.data.astype(d.data.dtype) for item in (a, b))
+        total = np.zeros_like(d.data)
+        for k in range(wide_a.shape[-1]):
+            total += wide_a[..., :, k, None] * wide_b[..., k, None, :]
+        return interpreter.TensorHandle(total + d.data, d.dtype.scalar)
 
-    for name in ("cast_impl", "create_dot"):
-        monkeypatch.setattr(builder, name, rounding if name == "cast_impl" else widening)
+    monkeypatch.setattr(builder, "cast_impl", rounding)
+    monkeypatch.setattr(builder, "create_dot", dot_in_order)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from kernel_errors import assert_no_worse, mend_bfloat16
+from kernel_errors import assert_no_worse, mend_interpreter
 from torch import Tensor
 
 from ddbatch_kernels.embed_normed import embed_normed_ref
@@ -35,7 +35,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 @pytest.fixture(autouse=True)
 def _like_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    mend_bfloat16(monkeypatch)
+    mend_interpreter(monkeypatch)
 
 
 def drawer(device: str, dtype: torch.dtype, seed: int) -> Callable[..., Tensor]:

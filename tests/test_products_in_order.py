@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from conftest import KERNEL_DEVICE
-from kernel_errors import mend_bfloat16
+from kernel_errors import mend_interpreter
 from test_linears_kernel import EPS, assert_like_reference, begun, drawer, exact
 from torch import Tensor
 
@@ -30,7 +30,7 @@ MOST = TOKENS[-1]
 
 @pytest.fixture(autouse=True)
 def _like_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    mend_bfloat16(monkeypatch)
+    mend_interpreter(monkeypatch)
 
 
 def part(normed: Normed, T: int) -> Normed:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from kernel_errors import assert_no_worse, mend_bfloat16
+from kernel_errors import assert_no_worse, mend_interpreter
 from torch import Tensor
 
 from ddbatch_kernels.normed import Normed
@@ -22,7 +22,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 @pytest.fixture(autouse=True)
 def _like_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    mend_bfloat16(monkeypatch)
+    mend_interpreter(monkeypatch)
 
 
 class Case(NamedTuple):

@@ -12,7 +12,7 @@ from torch import Tensor
 from ddbatch_kernels.normed import Normed, can_scale
 from ddbatch_kernels.overlap import OVERLAP
 from ddbatch_kernels.product_table import Op, Tile, Way, tile_of, way_of
-from ddbatch_kernels.products import await_input, product_tile
+from ddbatch_kernels.products import await_input, product_tile, sum_pairs
 
 SQUARE_COLUMNS = tl.constexpr(32)  # at most, of a sum of squares
 
@@ -35,6 +35,7 @@ def _linear_add_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    IN_ORDER: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     dtype: tl.constexpr = out_ptr.dtype.element_ty
@@ -74,11 +75,15 @@ def _linear_add_kernel(
         wide_TN = out_TN.to(tl.float32)
         scaled_TN = (wide_TN * norm_N.to(tl.float32)[None, :]).to(dtype)
         tl.store(scaled_ptr + place_TN, scaled_TN, mask=is_TN)
-        # A sum for each few columns, so that the width of a tile does not decide its order.
+        # A sum for each few columns, so that the width of a tile does not decide which are added.
         COLUMNS: tl.constexpr = min(BLOCK_N, SQUARE_COLUMNS)
         SUMS: tl.constexpr = BLOCK_N // COLUMNS
         square_TN = tl.where(is_TN, wide_TN * wide_TN, 0.0)
-        square_TY = tl.sum(tl.reshape(square_TN, (BLOCK_T, SUMS, COLUMNS)), axis=2)
+        if IN_ORDER:
+            square_YN = tl.reshape(square_TN, (BLOCK_T * SUMS, COLUMNS))
+            square_TY = tl.reshape(sum_pairs(square_YN, BLOCK_T * SUMS, COLUMNS), (BLOCK_T, SUMS))
+        else:
+            square_TY = tl.sum(tl.reshape(square_TN, (BLOCK_T, SUMS, COLUMNS)), axis=2)
         place_Y = tl.program_id(1) * SUMS + tl.arange(0, SUMS)
         square_ptrs = square_ptr + token_T[:, None] * (tl.num_programs(1) * SUMS) + place_Y[None, :]
         tl.store(square_ptrs, square_TY, mask=is_token_T[:, None])
@@ -144,6 +149,7 @@ def linear_add_fused(
         tile.tokens,
         tile.outputs,
         tile.depth,
+        tile.in_order,
         num_warps=tile.warps,
         num_stages=tile.stages,
         **OVERLAP,
