@@ -29,8 +29,8 @@ def setting_of(rows: int, kv_heads: int, queries: int, width: int, dtype: torch.
     """For so many rows; queries: those of a row times the query heads of a key head; width: of a
     head, padded."""
     is_float32, is_narrow = dtype == torch.float32, width <= 64
-    # What fits in registers: float32 takes no tensor cores and twice the space.
-    most, keys = (32, 32) if is_float32 else (128 if width <= 128 else 64, 64)
+    # What fits in registers, twice: float32 takes no tensor cores and twice the space.
+    most, keys = (32, 32) if is_float32 else (64, 64)
     if rows * kv_heads <= (32 if is_narrow else 16):
         most = 16 if is_narrow else 32  # too few programs: smaller ones are done sooner
     lanes = min(max(16, triton.next_power_of_2(queries)), most)
@@ -44,7 +44,7 @@ def setting_of(rows: int, kv_heads: int, queries: int, width: int, dtype: torch.
     if is_narrow and not is_float32:
         stages = 6 if lanes == 16 or programs <= 132 else 4
     # Where keys are read as fast as they come, or scores take the time, masks cost.
-    two_loops = lanes > 64 or (not is_narrow and programs > 132)
+    two_loops = not is_narrow and programs > 132
     return Setting(lanes, keys, split, warps, stages, two_loops)
 
 
