@@ -18,12 +18,13 @@ from torch import Tensor
 
 from ddbatch_kernels.keyed_draw.reference import Draw, empty_draw
 
-# Programs that keep the memory of a large GPU busy.
-READERS = 264
-# From here on one program a node reads fast enough, and no second launch has to join chunks.
-WHOLE_NODES = 132
-LEAST_CHUNK = 512
-MOST_TILE = 4096
+# Found by tests/measure_scores.py on an H200. Programs that keep its memory busy, and how much each
+# reads at once.
+READERS = 1056
+LEAST_CHUNK = CHUNK_TILE = 512
+# From here on one program a node reads fast enough, with more in flight, and no second launch has to
+# join chunks.
+WHOLE_NODES, WHOLE_TILE = 264, 4096
 
 
 class Chunks(NamedTuple):
@@ -97,7 +98,8 @@ def node_stride(logits_BNV: Tensor) -> int:
 def _launch(logits_BNV: Tensor, chunks: Chunks, packed: Tensor, out: Draw | None) -> None:
     """Chunks into `packed`, or whole nodes into `out`."""
     B, N, V = logits_BNV.shape
-    tile = min(MOST_TILE, triton.next_power_of_2(chunks.size))
+    most, warps = (CHUNK_TILE, 4) if out is None else (WHOLE_TILE, 16)
+    tile = min(most, triton.next_power_of_2(chunks.size))
     _best_token_kernel[(B * N, chunks.num)](
         logits_BNV,
         packed,
@@ -108,7 +110,7 @@ def _launch(logits_BNV: Tensor, chunks: Chunks, packed: Tensor, out: Draw | None
         chunks.size,
         IS_WHOLE=out is not None,
         TILE=tile,
-        num_warps=8 if tile >= 2048 else 4,
+        num_warps=warps if tile == most else 4,
     )
 
 
