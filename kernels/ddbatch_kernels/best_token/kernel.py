@@ -22,8 +22,8 @@ from ddbatch_kernels.keyed_draw.reference import Draw, empty_draw
 # reads at once.
 READERS = 1056
 LEAST_CHUNK = CHUNK_TILE = 512
-# From here on one program a node reads fast enough, with more in flight, and no second launch has to
-# join chunks.
+# From here on one program a node reads fast enough, with more in flight, and no second launch has
+# to join chunks.
 WHOLE_NODES, WHOLE_TILE = 264, 4096
 
 
