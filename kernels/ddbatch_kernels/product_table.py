@@ -1,7 +1,7 @@
 """Which way a product of a layer is made, and in which tiles: the one table, of sizes alone.
 
-T tokens, N rows of the weight, K their width. Chosen by tests/measure_linears.py on an H200. Knows
-nothing about kernels.
+T tokens, N rows of the weight, K their width. Chosen by tests/measure_linears.py and, where they
+run, by tests/measure_layers.py on an H200. Knows nothing about kernels.
 """
 
 from enum import Enum
@@ -69,11 +69,9 @@ TABLE: dict[Op, tuple[tuple[Row, ...], tuple[Row, ...]]] = {
     Op.ADD: (
         (
             Row(16, 16, Loop(16, 128, 4, 96 * KB)),
-            Row(96, 32, Loop(16, 128, 4, 96 * KB)),
-            Row(160, 64, Loop(16, 128, 4, 96 * KB)),
-            Row(288, 64, Loop(32, 128, 4, 96 * KB)),
-            Row(896, 64, Loop(64, 64, 4, 64 * KB)),  # 128 tokens would leave the GPU half empty
-            Row(2304, 128, Loop(64, 64, 8, 80 * KB)),
+            Row(48, 32, Loop(16, 128, 4, 96 * KB)),
+            Row(192, 64, Loop(32, 128, 4, 96 * KB)),
+            Row(2304, 64, Loop(64, 64, 8, 80 * KB)),  # 128 tokens would leave the GPU half empty
         ),
         (Row(16, 16, Loop(32, 128, 4, 96 * KB)), Row(64, 64, Loop(32, 128, 4, 96 * KB))),
     ),
@@ -82,8 +80,9 @@ TABLE: dict[Op, tuple[tuple[Row, ...], tuple[Row, ...]]] = {
             Row(16, 16, Loop(32, 64, 4, 96 * KB)),
             Row(32, 32, Loop(32, 64, 4, 96 * KB)),
             Row(128, 64, Loop(64, 64, 4, 96 * KB)),
-            Row(384, 64, Loop(128, 64, 4, 72 * KB)),
-            Row(768, 128, Loop(64, 64, 8, 72 * KB)),
+            Row(256, 128, Loop(64, 64, 8, 72 * KB)),
+            Row(384, 64, Loop(128, 64, 8, 96 * KB)),
+            Row(768, 128, Loop(128, 64, 8, 96 * KB)),
             Row(2304, 128, Loop(128, 64, 8, 64 * KB)),
         ),
         (Row(16, 16, Loop(32, 128, 4, 96 * KB)), Row(64, 64, Loop(128, 64, 8, 192 * KB))),
@@ -93,9 +92,10 @@ TABLE: dict[Op, tuple[tuple[Row, ...], tuple[Row, ...]]] = {
             Row(16, 16, Loop(16, 64, 4, 96 * KB)),
             Row(32, 32, Loop(16, 64, 4, 96 * KB)),
             Row(96, 32, Loop(32, 64, 4, 64 * KB)),
-            Row(160, 64, Loop(32, 64, 4, 48 * KB)),
+            Row(160, 32, Loop(64, 64, 4, 64 * KB)),
+            Row(256, 64, Loop(64, 64, 8, 72 * KB)),
             Row(768, 64, Loop(64, 64, 4, 64 * KB)),
-            Row(2304, 128, Loop(64, 64, 8, 72 * KB)),
+            Row(2304, 64, Loop(64, 64, 4, 48 * KB)),
         ),
         (Row(16, 16, Loop(32, 128, 4, 96 * KB)), Row(64, 64, Loop(64, 128, 4, 192 * KB))),
     ),

@@ -19,8 +19,8 @@ from ddbatch_kernels.attention.reference import RowKeys
 from ddbatch_kernels.attention.tiles import LOG2_E, Setting, add_keys, check_inputs, join_split
 from ddbatch_kernels.overlap import OVERLAP, ask_for_rows, gdc_launch_dependents, gdc_wait
 
-# (programs without splits up to, keys a split), found by tests/measure_attention.py: a few tiles a
-# program where programs do not fill the GPU.
+# (programs without splits up to, keys a split): a few tiles a program where programs do not fill the
+# GPU. These and setting_of were found by tests/measure_attention.py and tests/measure_layers.py.
 SPLITS = ((16, 128), (132, 256), (528, 1024))
 LARGE_SPLIT = 4096
 
@@ -31,20 +31,27 @@ def setting_of(rows: int, kv_heads: int, queries: int, width: int, dtype: torch.
     is_float32, is_narrow = dtype == torch.float32, width <= 64
     # What fits in registers, twice: float32 takes no tensor cores and twice the space.
     most, keys = (32, 32) if is_float32 else (64, 64)
-    if rows * kv_heads <= (32 if is_narrow else 16):
-        most = 16 if is_narrow else 32  # too few programs: smaller ones are done sooner
+    heads = rows * kv_heads
+    is_few = heads <= (32 if is_narrow else 16)
+    if is_few or (is_narrow and heads * triton.cdiv(queries, 16) <= 192):
+        most = 16  # too few programs: smaller ones are done sooner
     lanes = min(max(16, triton.next_power_of_2(queries)), most)
-    programs = rows * kv_heads * triton.cdiv(queries, lanes)
+    programs = heads * triton.cdiv(queries, lanes)
     split = next((keys for most, keys in SPLITS if programs <= most), LARGE_SPLIT)
     # The sums of a split are written and read again, and large ones fill a multiprocessor alone.
     split = max(split, lanes**2 // 16)
-    warps = 8 if lanes * width > 64 * 128 else 2 if lanes == 16 and programs > 132 else 4
+    is_many = programs > 132
+    warps = 8 if lanes * width > 64 * 128 else 2 if lanes == 16 and is_many else 4
     # A tile's page is known some tiles ahead of its keys.
     stages = 1 if is_float32 else 3 if width <= 128 else 2
     if is_narrow and not is_float32:
-        stages = 6 if lanes == 16 or programs <= 132 else 4
+        stages = 6 if lanes == 16 or not is_many else 4
+    # While there is room a program that looks at more keys at once is done in fewer steps.
+    has_room = not is_many or queries > 8 if is_narrow else programs <= 32
+    if not is_float32 and width <= 128 and lanes == 16 and has_room:
+        keys, warps, stages = 128, 4, 2
     # Where keys are read as fast as they come, or scores take the time, masks cost.
-    two_loops = not is_narrow and programs > 132
+    two_loops = not is_narrow and is_many
     return Setting(lanes, keys, split, warps, stages, two_loops)
 
 
