@@ -19,7 +19,7 @@ from ddbatch_kernels.attention.reference import RowKeys
 from ddbatch_kernels.attention.tiles import LOG2_E, Setting, add_keys, check_inputs, join_split
 from ddbatch_kernels.overlap import OVERLAP, ask_for_rows, gdc_launch_dependents, gdc_wait
 
-# (programs without splits up to, keys a split): a few tiles a program where programs do not fill the
+# (programs without splits up to, keys a split): a few tiles a program where programs do not fill a
 # GPU. These and setting_of were found by tests/measure_attention.py and tests/measure_layers.py.
 SPLITS = ((16, 128), (132, 256), (528, 1024))
 LARGE_SPLIT = 4096
