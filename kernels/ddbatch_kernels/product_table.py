@@ -71,7 +71,8 @@ TABLE: dict[Op, tuple[tuple[Row, ...], tuple[Row, ...]]] = {
             Row(16, 16, Loop(16, 128, 4, 96 * KB)),
             Row(48, 32, Loop(16, 128, 4, 96 * KB)),
             Row(192, 64, Loop(32, 128, 4, 96 * KB)),
-            Row(2304, 64, Loop(64, 64, 8, 80 * KB)),  # 128 tokens would leave the GPU half empty
+            Row(1536, 64, Loop(64, 64, 8, 80 * KB)),  # 128 tokens would leave the GPU half empty
+            Row(2304, 128, Loop(64, 64, 8, 80 * KB)),
         ),
         (Row(16, 16, Loop(32, 128, 4, 96 * KB)), Row(64, 64, Loop(32, 128, 4, 96 * KB))),
     ),
@@ -95,7 +96,8 @@ TABLE: dict[Op, tuple[tuple[Row, ...], tuple[Row, ...]]] = {
             Row(160, 32, Loop(64, 64, 4, 64 * KB)),
             Row(256, 64, Loop(64, 64, 8, 72 * KB)),
             Row(768, 64, Loop(64, 64, 4, 64 * KB)),
-            Row(2304, 64, Loop(64, 64, 4, 48 * KB)),
+            Row(1536, 64, Loop(64, 64, 4, 48 * KB)),
+            Row(2304, 128, Loop(64, 64, 8, 72 * KB)),
         ),
         (Row(16, 16, Loop(32, 128, 4, 96 * KB)), Row(64, 64, Loop(64, 128, 4, 192 * KB))),
     ),
