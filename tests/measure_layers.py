@@ -15,7 +15,7 @@ import argparse
 import itertools
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -53,24 +53,36 @@ REPEATS, ROOM = 14, 256
 GAIN = 0.996  # of the time before, at most, for a setting to stay
 COMPILED_ROWS = 32  # kernels of more rows are the same
 ATTENTION = "attention"
+
+
+def loops(outputs: Sequence[int], depth: Sequence[int], shared: Sequence[int]) -> list[Loop]:
+    """All of these; shared: KB."""
+    return [
+        Loop(own, deep, warps, size * KB)
+        for own, deep, warps, size in itertools.product(outputs, depth, (4, 8), shared)
+    ]
+
+
+# Of small weights and of large ones.
 LOOPS = {
-    Op.GATED: [
-        Loop(outputs, 64, warps, shared * KB)
-        for outputs, warps, shared in itertools.product((32, 64, 128), (4, 8), (48, 72, 96))
-    ],
-    Op.ADD: [
-        Loop(outputs, depth, warps, shared * KB)
-        for outputs, depth, warps, shared in [
-            *itertools.product((16, 32), (64, 128), (4,), (48, 96)),
-            *itertools.product((64,), (64,), (4, 8), (48, 80)),
-        ]
-    ],
-    Op.HEADS: [
-        Loop(outputs, 64, warps, shared * KB)
-        for outputs, warps, shared in itertools.product((16, 32, 64), (4, 8), (48, 72))
-    ],
+    Op.ADD: (
+        loops((16, 32), (64, 128), (48, 96)) + loops((64,), (64,), (48, 80)),
+        loops((16, 32, 64, 128), (64, 128), (96, 192)),
+    ),
+    Op.GATED: (
+        loops((32, 64, 128), (64,), (48, 72, 96)),
+        loops((32, 64, 128, 256), (64, 128), (96, 192)),
+    ),
+    Op.HEADS: (
+        loops((16, 32, 64), (64,), (48, 72)),
+        loops((16, 32, 64, 128), (64, 128), (96, 192)),
+    ),
+    Op.NORMED_HEADS: (loops((64,), (64,), (48, 96)), loops((128,), (64, 128), (96, 192))),
 }
-ORDER = (ATTENTION, Op.ADD, Op.GATED, Op.HEADS, Op.ADD, Op.GATED, ATTENTION)
+ORDER = (
+    *(ATTENTION, Op.ADD, Op.GATED, Op.NORMED_HEADS, Op.HEADS),
+    *(Op.ADD, Op.GATED, ATTENTION),
+)
 Kind = Op | str
 
 
@@ -94,12 +106,11 @@ def main() -> None:
     args = parse()
     started, device = time.perf_counter(), pick_device()
     pair = random_pair(args.random, device, args.context + ROOM + 64)
-    group = pair.target.dims.heads // pair.target.dims.kv_heads
     jobs = list(
         dict.fromkeys(
             (arm._replace(rows=min(arm.rows, COMPILED_ROWS)), tried)
             for arm in args.arms
-            for tried in tries(arm, group)
+            for tried in tries(pair.target, arm)
         )
     )
     if device.type == "cuda":
@@ -111,24 +122,26 @@ def main() -> None:
             list(pool.map(compile_own, parts))
     print(f"Compiled {len(jobs)} in {time.perf_counter() - started:.0f} s.\n")
     for arm in args.arms:
-        tune(pair, arm, args.context, group)
+        tune(pair, arm, args.context)
 
 
-def tries(arm: Arm, group: int) -> list[Tried]:
-    """What is tried for these rows. group: query heads a key head."""
+def tries(target: Target, arm: Arm) -> list[Tried]:
+    """What is tried for these rows. Without rows of the table an op is cuBLAS's; heads with norms
+    are then two launches, whose product is that of heads."""
     nodes = (arm.budget or 0) + 1
-    tokens = arm.rows * nodes
-    found = []
-    for op, loops in LOOPS.items():
+    tokens, found = arm.rows * nodes, list[Tried]()
+    for op, halves in LOOPS.items():
+        if op is Op.NORMED_HEADS and not target.dims.has_qk_norm:
+            continue
         found.append(Tried(op, None))
-        for size, loop in itertools.product((16, 32, 64, 128), loops):
+        for size, loop in itertools.product((16, 32, 64, 128), halves[is_large(target, op)]):
             if size <= max(16, 2 * tokens) and tokens <= 40 * size:
                 wide = loop._replace(warps=8) if size * loop.outputs > 8192 else loop
                 found.append(Tried(op, Row(EVER, size, wide)))
     for lanes, (keys, stages), split, warps in itertools.product(
         (16, 32, 64), ((64, 2), (64, 6), (128, 2), (32, 6)), (128, 256, 1024), (2, 4, 8)
     ):
-        if lanes <= max(16, 2 * nodes * group):
+        if lanes <= max(16, 2 * nodes * target.dims.heads // target.dims.kv_heads):
             found.append(Tried(ATTENTION, Setting(lanes, keys, split, warps, stages)))
     return list(dict.fromkeys(found))
 
@@ -139,12 +152,16 @@ def use(target: Target, tried: Tried) -> None:
     if isinstance(value, Setting):
         attention_kernel.setting_of = lambda *_, **__: value
     elif isinstance(tried.kind, Op):
-        layer: Any = target.layers[0]
-        weights = {Op.ADD: layer.out, Op.GATED: layer.mlp.gate_up, Op.HEADS: layer.qkv}
         small, large = TABLE[tried.kind]
         rows = () if value is None else (value,)
-        is_large = weights[tried.kind].weight.numel() >= LARGE
-        TABLE[tried.kind] = (small, rows) if is_large else (rows, large)
+        TABLE[tried.kind] = (small, rows) if is_large(target, tried.kind) else (rows, large)
+
+
+def is_large(target: Target, op: Op) -> bool:
+    """Which half of the table makes this op of the target."""
+    layer: Any = target.layers[0]
+    weight = {Op.ADD: layer.out, Op.GATED: layer.mlp.gate_up}.get(op, layer.qkv).weight
+    return bool(weight.numel() >= LARGE)
 
 
 @contextmanager
@@ -208,7 +225,7 @@ def compile_some(random: str, context: int, jobs: list[tuple[Arm, Tried]]) -> No
 
 @undone()
 @torch.inference_mode()
-def tune(pair: Pair, arm: Arm, context: int, group: int) -> None:
+def tune(pair: Pair, arm: Arm, context: int) -> None:
     """Try all ops in turn, and print what each could win."""
     from triton.runtime.errors import OutOfResources
 
@@ -228,12 +245,14 @@ def tune(pair: Pair, arm: Arm, context: int, group: int) -> None:
     print(f"## {arm.rows} rows, {arm.name}")
     for kind in ORDER:
         found: list[tuple[float, Tried]] = []
-        for tried in tries(arm, group):
+        for tried in tries(pair.target, arm):
             if tried.kind != kind:
                 continue
             with undone(), suppress(OutOfResources):
                 use(pair.target, tried)
                 found.append((ratio(now, graph()), tried))
+        if not found:
+            continue
         found.sort(key=lambda item: item[0])
         best = "; ".join(f"{share:.3f} {tried.text}" for share, tried in found[:4])
         print(f"{kind.name.lower() if isinstance(kind, Op) else kind}: {best}", flush=True)
