@@ -258,17 +258,29 @@ def _check_method(config: Config) -> None:
     """Method, budget and drafter must say the same thing: none of them is silently ignored."""
     method, budget = config.engine.method, config.engine.budget
     if config.drafter.path is None:
-        wanted = {
-            f"engine.method={method}": method in ("ddtree", "chain"),
-            f"engine.budget={budget}": budget not in ("auto", 0),
-            f"drafter.block={config.drafter.block}": config.drafter.block is not None,
-        }
-        for choice, is_wanted in wanted.items():
+        block = config.drafter.block
+        wanted = [
+            (f"engine.method={method}", method in ("ddtree", "chain"), "auto, autoregressive"),
+            (f"engine.budget={budget}", budget not in ("auto", 0), "auto, 0"),
+            (f"drafter.block={block}", block is not None, "null"),
+        ]
+        for choice, is_wanted, allowed in wanted:
             if is_wanted:
-                raise ValueError(f"{choice}: needs drafter.path, which is not set")
+                raise ValueError(
+                    f"{choice}: needs drafter.path, which is not set; allowed without: {allowed}"
+                )
     if budget == 0 and method in ("ddtree", "chain"):
-        raise ValueError(f"engine.budget=0 is plain decoding, engine.method={method} is not")
+        raise ValueError(
+            f"engine.budget=0 is plain decoding, engine.method={method} is not; allowed with it: "
+            "auto, autoregressive"
+        )
     if budget not in ("auto", 0) and method == "autoregressive":
-        raise ValueError(f"engine.budget={budget}: engine.method=autoregressive has no drafts")
+        raise ValueError(
+            f"engine.budget={budget}: engine.method=autoregressive has no drafts; allowed with it: "
+            "auto, 0"
+        )
     if config.engine.topk != "auto" and method in ("chain", "autoregressive"):
-        raise ValueError(f"engine.topk={config.engine.topk}: engine.method={method} has no tree")
+        raise ValueError(
+            f"engine.topk={config.engine.topk}: engine.method={method} has no tree; allowed with it: "
+            "auto"
+        )

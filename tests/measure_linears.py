@@ -8,7 +8,7 @@ launches one after the other, each with a copy of the weight that no cache holds
 x lies in the cache. cuBLAS' way of heads and gated makes the norm; the kernels find it begun by
 those of out and down, whose times hold that. Times are medians of replays, a launch's share. First
 all kernels are compiled, in several processes. On a CPU, which tries the program, `tiny` is
-interpreted, in float32.
+interpreted, in float32, with TRITON_INTERPRET=1.
 """
 
 from __future__ import annotations

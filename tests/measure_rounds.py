@@ -1,5 +1,6 @@
-"""Device times of rounds and of their verify stage against what the hardware allows, sums in any
-order and in order (engine.reproducible) side by side; and prefill; no test.
+"""Device times of rounds, their verify stage and prefill against what hardware allows; no test.
+
+Sums in any order and in order (engine.reproducible) stand side by side; on a CPU they are one.
 
     python tests/measure_rounds.py --random 8b --context 1024 --arms 1x0 8x0 64x0 128x8 16x64 8x15
     python tests/measure_rounds.py --pair TARGET DRAFTER --prefill 64x50 64x300
@@ -260,6 +261,8 @@ def prefill_rows(
 def parse_arm(text: str) -> Arm:
     """ROWSxBUDGET or ROWSxBUDGET/BLOCK."""
     rows, _, tree = text.partition("x")
+    if not rows.isdecimal() or not int(rows) or not tree.replace("/", "").isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r}: ROWSxBUDGET[/BLOCK] with a row or more")
     budget, block = Tree.parse(tree)
     return Arm("ddtree" if budget else "autoregressive", budget or None, int(rows), block)
 
