@@ -281,6 +281,6 @@ def _check_method(config: Config) -> None:
         )
     if config.engine.topk != "auto" and method in ("chain", "autoregressive"):
         raise ValueError(
-            f"engine.topk={config.engine.topk}: engine.method={method} has no tree; allowed with it: "
-            "auto"
+            f"engine.topk={config.engine.topk}: engine.method={method} has no tree; allowed with "
+            "it: auto"
         )
