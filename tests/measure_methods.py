@@ -60,6 +60,7 @@ HEADS = (
     "ms a round",
     "device ms a round",
     "useful row-rounds % while prompts wait",
+    "prefill, % of the time",
     "outputs equal to autoregressive",
 )
 
@@ -70,13 +71,14 @@ Outputs = list[tuple[int, ...]]
 
 class Pass(NamedTuple):
     """One timed pass over all prompts. useful: of row-rounds while prompts waited, None where all
-    prompts had a slot at once."""
+    prompts had a slot at once. useful, prefill: in %."""
 
     tokens_per_second: float
     seconds: float
     acceptance_length: float | None
     ms_per_round: float | None
     useful: float | None
+    prefill: float | None
     outputs: Outputs
 
 
@@ -200,6 +202,7 @@ def run_engine(engine: Engine, work: Sequence[TokenPrompt], call: int) -> Pass:
         (tokens - len(done)) / sum(len(completion.accepted) for completion in done),
         1000 * seconds / (engine.stats.rounds - before.rounds),
         100 * live / row_rounds if row_rounds > 0 else None,
+        100 * (engine.stats.prefill_seconds - before.prefill_seconds) / seconds,
         [completion.token_ids for completion in done],
     )
 
@@ -256,7 +259,7 @@ def run_transformers(model: Any, work: Sequence[TokenPrompt], rows: int, cache: 
         outputs += [cut(tuple(line), stop) for line in made[:, width:].tolist()]
     finish(model.device)
     seconds = time.perf_counter() - started
-    return Pass(sum(map(len, outputs)) / seconds, seconds, None, None, None, outputs)
+    return Pass(sum(map(len, outputs)) / seconds, seconds, None, None, None, None, outputs)
 
 
 def cut(token_ids: tuple[int, ...], stop: tuple[int, ...]) -> tuple[int, ...]:
@@ -290,6 +293,7 @@ def rows_of(lines: Sequence[Line]) -> Iterator[list[Cell]]:
             median(item.ms_per_round for item in line.passes),
             line.device_ms,
             median(item.useful for item in line.passes),
+            median(item.prefill for item in line.passes),
             f"{same_outputs(line, lines)} of {count}",
         ]
 

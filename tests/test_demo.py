@@ -108,6 +108,9 @@ def test_the_demo_ends_with_a_summary_three_completions_and_what_to_type_next(
     assert re.search(r"^rows +9 finished \(.*\), 0 rejected", out, re.M)
     assert re.search(r"^tokens +.* tokens/s$", out, re.M)
     assert re.search(r"^acceptance length +\d\.\d\d tokens a round", out, re.M)
+    share = re.search(r"^prefill +\d+ prompt tokens in .* s, ([\d.]+)% of the time$", out, re.M)
+    assert share is not None
+    assert 0 < float(share[1]) < 100
     assert re.search(r"^written to +outputs/demo$", out, re.M)
     done = rows(here / "outputs" / "demo")
     for row in (done[0], done[ROWS // 2], done[-1]):

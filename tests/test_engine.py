@@ -3,6 +3,7 @@ says, token for token in float32, with the oracle's trees and accepted lengths."
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -285,8 +286,12 @@ def test_a_row_with_scores_that_are_not_finite_is_rejected_alone(
 
 def test_counters_add_up(pair: Pair) -> None:
     engine = make_engine(*pair, rows=2)
+    started = time.monotonic()
     done = decode(engine, random_prompts(LENGTHS, VOCAB))
+    seconds = time.monotonic() - started
     stats = engine.stats
+    # Rounds take the rest: on a CPU one takes as long as a prefill call of its size.
+    assert 0 < stats.prefill_seconds < seconds
     assert stats.output_tokens == sum(len(completion.token_ids) for completion in done)
     assert stats.prompt_tokens == sum(LENGTHS)
     assert stats.live_row_rounds == sum(len(completion.accepted) for completion in done)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple
 
@@ -36,7 +36,7 @@ from ddbatch.engine.sampling import DrawKind, TokenFlags, draw_kind
 from ddbatch.engine.seats import Closing, Homes, IdleWatch, Seat, closing
 from ddbatch.engine.state import RoundShape, allocate_state
 from ddbatch.engine.stop_watch import StopWatch
-from ddbatch.engine.transfer import Ring, Ticket
+from ddbatch.engine.transfer import Mark, Ring, Ticket, mark
 from ddbatch.models.decoder import Target
 from ddbatch.models.dflash import DFlash
 from ddbatch_kernels.facts import Finish
@@ -45,21 +45,30 @@ from ddbatch_kernels.facts import Finish
 @dataclass
 class EngineStats:
     """Counters of a run. row_rounds: rounds x rows; live_row_rounds: those that emitted tokens;
-    output_tokens: of finished sequences and of those in flight."""
+    output_tokens: of finished sequences and of those in flight; prefill_seconds: of the device, in
+    prefill calls whose record was read."""
 
     rounds: int = 0
     row_rounds: int = 0
     live_row_rounds: int = 0
     output_tokens: int = 0
     prompt_tokens: int = 0
+    prefill_seconds: float = field(default=0.0, compare=False)  # a time is no fact of a run
+
+
+class _Call(NamedTuple):
+    """A prefill call under way."""
+
+    pieces: list[Piece]
+    started: Mark
 
 
 class _Pending(NamedTuple):
-    """A program whose record is not read yet; pieces: of a prefill call, None = a round."""
+    """A program whose record is not read yet; call: None = a round."""
 
     number: int
     ticket: Ticket
-    pieces: list[Piece] | None
+    call: _Call | None
 
 
 class Engine:
@@ -182,7 +191,7 @@ class Engine:
         """Launch one round over the rows."""
         if self._num_keys(self._longest) > self.cache_plan.key_counts[0]:
             # What is launched and not read may have added as much to every sequence.
-            num_rounds = sum(item.pieces is None for item in self._pending)
+            num_rounds = sum(item.call is None for item in self._pending)
             self._longest = self._histories.longest((self.plan.draft_depth + 1) * num_rounds)
         self.programs.round(RoundShape(self._num_keys(self._longest), self._draw))
         self._longest += self.plan.draft_depth + 1
@@ -231,6 +240,7 @@ class Engine:
 
     def _prefill(self, count: int) -> None:
         """Launch a call for so many of the pieces that wait."""
+        started = mark(self.target.embed.device)
         plan = self.state.prefill_plan
         pieces = [self._pieces.popleft() for _ in range(count)]
         placed = [piece.placed for piece in pieces if not piece.start]
@@ -239,19 +249,19 @@ class Engine:
         put_pieces(self.state, pieces)
         shape = RoundShape(self._num_keys(max(piece.stop for piece in pieces)), self._draw)
         self.programs.prefill(shape, plan.chunks if plan.is_fixed else len(pieces))
-        self._push(self._num_calls, pieces)
+        self._push(self._num_calls, _Call(pieces, started))
         self._num_calls += 1
         for piece in pieces:
             if piece.is_last:
                 self._histories.load(piece.placed)
                 self._longest = max(self._longest, piece.stop)
 
-    def _push(self, number: int, pieces: list[Piece] | None) -> None:
+    def _push(self, number: int, call: _Call | None) -> None:
         """Have the record of what was just launched copied."""
-        ring = self._round_ring if pieces is None else self._call_ring
+        ring = self._round_ring if call is None else self._call_ring
         while ring.is_full:  # many prefill calls in a row
             self._read(self._pending.popleft())
-        self._pending.append(_Pending(number, ring.push(), pieces))
+        self._pending.append(_Pending(number, ring.push(), call))
 
     def _num_keys(self, length: int) -> int:
         """Keys that attention looks at for sequences of up to so many; no sequence has more than
@@ -261,12 +271,13 @@ class Engine:
 
     def _read(self, pending: _Pending) -> None:
         """Take what a program told; wait for it where it is still under way."""
-        is_round = pending.pieces is None
-        ring, what = (self._round_ring, "round") if is_round else (self._call_ring, "prefill call")
+        call = pending.call
+        ring, what = (self._call_ring, "prefill call") if call else (self._round_ring, "round")
         facts = read_record(ring.read(pending.ticket), pending.number, self.state.nobody, what)
-        if pending.pieces is not None:
-            check_pieces(pending.pieces, facts)
-            facts = facts.only(np.flatnonzero([piece.is_last for piece in pending.pieces]))
+        if call is not None:
+            check_pieces(call.pieces, facts)
+            self.stats.prefill_seconds += pending.ticket.there.seconds_since(call.started)
+            facts = facts.only(np.flatnonzero([piece.is_last for piece in call.pieces]))
             self._histories.take(facts)
         else:
             self._take_round(facts)

@@ -5,6 +5,7 @@ Knows nothing about what is copied.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -26,11 +27,38 @@ def upload(
     return staged.to(device, non_blocking=True)
 
 
+class Mark(NamedTuple):
+    """A moment: when the device has done what was queued before it, or, without one, now."""
+
+    event: torch.cuda.Event | None
+    now: float  # seconds
+
+    def wait(self) -> None:
+        """Until it has come."""
+        if self.event is not None:
+            self.event.synchronize()
+
+    def seconds_since(self, before: Mark) -> float:
+        """Between two moments that have come."""
+        if self.event is None or before.event is None:
+            return self.now - before.now
+        return float(before.event.elapsed_time(self.event)) / 1000
+
+
+def mark(device: torch.device) -> Mark:
+    """This moment of the device."""
+    event = None
+    if device.type == "cuda":
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+    return Mark(event, time.perf_counter())
+
+
 class Ticket(NamedTuple):
     """A copy on its way to the host: which place of the ring it takes, and when it is there."""
 
     place: int
-    event: torch.cuda.Event | None
+    there: Mark
 
 
 class Ring:
@@ -41,10 +69,12 @@ class Ring:
 
     def __init__(self, tensors: Sequence[Tensor], size: int = RING_SIZE) -> None:
         self._tensors = list(tensors)
-        self._is_cuda = self._tensors[0].is_cuda
+        self._device = self._tensors[0].device
         self._copies = [
             [
-                torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._is_cuda)
+                torch.empty(
+                    tensor.shape, dtype=tensor.dtype, pin_memory=self._device.type == "cuda"
+                )
                 for tensor in self._tensors
             ]
             for _ in range(size)
@@ -64,15 +94,10 @@ class Ring:
         self._unread[place] = True
         for copy, tensor in zip(self._copies[place], self._tensors, strict=True):
             copy.copy_(tensor, non_blocking=True)
-        event = None
-        if self._is_cuda:
-            event = torch.cuda.Event()
-            event.record()
-        return Ticket(place, event)
+        return Ticket(place, mark(self._device))
 
     def read(self, ticket: Ticket) -> list[Tensor]:
         """The copies, once they are there; they hold until the next push to their place."""
-        if ticket.event is not None:
-            ticket.event.synchronize()
+        ticket.there.wait()
         self._unread[ticket.place] = False
         return self._copies[ticket.place]

@@ -17,12 +17,15 @@ from ddbatch.jobs.generating.trials import Trials
 @dataclass(frozen=True)
 class DecoderFigures:
     """Counters since the weights were loaded. row_rounds: rounds x rows; live_row_rounds: those
-    that emitted tokens; output_tokens: of finished rows and of those in flight."""
+    that emitted tokens; output_tokens: of finished rows and of those in flight; prefill_seconds: in
+    which prompts were run through the model."""
 
     rounds: int
     row_rounds: int
     live_row_rounds: int
     output_tokens: int
+    prompt_tokens: int = 0
+    prefill_seconds: float = 0.0
 
 
 class Decoder(Protocol):

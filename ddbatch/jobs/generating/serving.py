@@ -212,10 +212,7 @@ class EngineDecoder:
     @property
     def figures(self) -> DecoderFigures:
         """Counters over all states."""
-        stats = self._stats()
-        return DecoderFigures(
-            stats.rounds, stats.row_rounds, stats.live_row_rounds, stats.output_tokens
-        )
+        return DecoderFigures(**asdict(self._stats()))
 
     def _stats(self) -> EngineStats:
         now = EngineStats() if self._engine is None else self._engine.stats

@@ -55,6 +55,14 @@ def print_summary(
                 f"{useful} of row-rounds useful",
             )
         )
+    if figures.prefill_seconds:
+        lines.append(
+            (
+                "prefill",
+                f"{figures.prompt_tokens:,} prompt tokens in {figures.prefill_seconds:.1f} s, "
+                f"{share(figures.prefill_seconds, seconds)} of the time",
+            )
+        )
     if run.completions and run.truncated > _MANY_TRUNCATED * run.completions:
         lines.append(
             (
