@@ -16,7 +16,7 @@ Dimension legend, used as suffixes of tensor names in the whole repository:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
 FinishReason = Literal["stop", "length"]
@@ -254,3 +254,17 @@ class Rejected:
     reason: str
     user_id: str | None = None
     raw_json: str = ""
+
+
+@dataclass
+class EngineStats:
+    """Counters of an engine, since the weights were loaded. row_rounds: rounds x rows;
+    live_row_rounds: those that emitted tokens; output_tokens: of finished sequences and of those in
+    flight; prefill_seconds: of the device, in prefill calls whose record was read."""
+
+    rounds: int = 0
+    row_rounds: int = 0
+    live_row_rounds: int = 0
+    output_tokens: int = 0
+    prompt_tokens: int = 0
+    prefill_seconds: float = field(default=0.0, compare=False)  # a time is no fact of a run

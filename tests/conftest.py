@@ -20,6 +20,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from hypothesis import settings
+from kernel_errors import mend_interpreter
 
 # Tiny tensors gain nothing from threads, and threads that wait for each other lose a lot: tests run
 # on every core, and so do the processes that they start.
@@ -50,6 +51,12 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
 def kernel_device() -> str:
     """Where kernels are tested: natively on a GPU, else interpreted on the CPU."""
     return KERNEL_DEVICE
+
+
+@pytest.fixture
+def like_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interpreted kernels compute as native ones do."""
+    mend_interpreter(monkeypatch)
 
 
 class RealPair(NamedTuple):

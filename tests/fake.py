@@ -22,8 +22,7 @@ from typing import Any
 from made_logprobs import made_logprobs
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
-from ddbatch.core import Completion, Rejected, ShapePlan, StopFinder, TokenPrompt
-from ddbatch.jobs.generating.decoder import DecoderFigures
+from ddbatch.core import Completion, EngineStats, Rejected, ShapePlan, StopFinder, TokenPrompt
 from ddbatch.jobs.generating.trials import Trials
 
 VOCAB = 97
@@ -157,8 +156,8 @@ class FakeDecoder:
         assert not self.is_busy
 
     @property
-    def figures(self) -> DecoderFigures:
-        return DecoderFigures(*self._figures)
+    def figures(self) -> EngineStats:
+        return EngineStats(*self._figures)
 
     def _sequence(self, prompt: TokenPrompt) -> _Sequence:
         """What will be said up to the first stop: strings are looked for after every token."""

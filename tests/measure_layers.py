@@ -247,8 +247,7 @@ def tune(pair: Pair, arm: Arm, context: int) -> None:
 
     def graph() -> Run:
         forward.again()
-        forward.keys.full.arrivals = forward.keys.sliding.arrivals = None
-        return captured(forward.run if pool else forward.again, pool)
+        return captured(forward.again, pool)
 
     def compare(before: Run, after: Run) -> tuple[float, float]:
         own = times_ms([before, after], device, before=lambda: None, repeats=REPEATS)

@@ -46,8 +46,8 @@ from measuring import (
     times_ms,
 )
 
-from ddbatch.core import Completion, Key, Sampling, TokenPrompt
-from ddbatch.engine.engine import Engine, EngineStats
+from ddbatch.core import Completion, EngineStats, Key, Sampling, TokenPrompt
+from ddbatch.engine.engine import Engine
 from ddbatch.engine.programs import GraphPool
 
 HEADS = (

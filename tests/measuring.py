@@ -11,7 +11,6 @@ import platform
 import shlex
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +24,7 @@ from ddbatch.engine.plan import Method, plan_cache, plan_prefill, plan_shapes
 from ddbatch.engine.programs import GraphPool
 from ddbatch.engine.sampling import draw_kind
 from ddbatch.engine.state import RoundShape, RoundState
+from ddbatch.engine.transfer import mark
 from ddbatch.models.decoder import Target
 from ddbatch.models.dflash import DFlash, read_drafter_dims
 from ddbatch.models.dims import DrafterDims, DtypeName, ModelDims, Rope
@@ -246,31 +246,16 @@ def times_ms(
     rows = []
     for _ in range(repeats):
         before()
-        marks = [_mark(device)]
+        marks = [mark(device)]
         for run in runs:
             run()
-            marks.append(_mark(device))
+            marks.append(mark(device))
         rows.append(marks)
     finish(device)
     return [
-        [_between(marks[place], marks[place + 1]) for marks in rows] for place in range(len(runs))
+        [1000 * marks[place + 1].seconds_since(marks[place]) for marks in rows]
+        for place in range(len(runs))
     ]
-
-
-def _mark(device: torch.device) -> torch.cuda.Event | float:
-    if device.type == "cpu":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def _between(start: torch.cuda.Event | float, stop: torch.cuda.Event | float) -> float:
-    if isinstance(start, float) or isinstance(stop, float):
-        assert isinstance(start, float)
-        assert isinstance(stop, float)
-        return 1000 * (stop - start)
-    return float(start.elapsed_time(stop))
 
 
 def finish(device: torch.device) -> None:

@@ -10,13 +10,14 @@ from functools import partial
 import pytest
 import torch
 from conftest import KERNEL_DEVICE
-from kernel_errors import mend_interpreter
 from torch import Tensor
 
 from ddbatch_kernels.ancestors import pack_ancestors, unpack_ancestors
 from ddbatch_kernels.attention import RowKeys, attention_ref
 from ddbatch_kernels.attention.kernel import attention_triton
 from ddbatch_kernels.attention.tiles import Setting
+
+pytestmark = pytest.mark.usefixtures("like_a_gpu")
 
 Attention = Callable[..., Tensor]
 IS_NATIVE = KERNEL_DEVICE == "cuda"
@@ -30,11 +31,6 @@ BOTH = [
 SHAPES = [(1, 1, 1, 64), (3, 7, 20, 8), (2, 33, 150, 64), (3, 1, 600, 16), (1, 70, 90, 64)]
 BUDGETS = [1, 2, 3, 7, 8, 15, 16, 17, 31, 32, 33, 63, 64]
 EVERY_BUDGET = range(1, 129) if IS_NATIVE else BUDGETS
-
-
-@pytest.fixture(autouse=True)
-def _like_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    mend_interpreter(monkeypatch)
 
 
 @dataclass

@@ -8,20 +8,16 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import KERNEL_DEVICE
-from kernel_errors import mend_interpreter
 from test_attention import Case, assert_near, random_case
 
 from ddbatch_kernels.ancestors import pack_ancestors, unpack_ancestors, unpack_paths
 from ddbatch_kernels.attention.in_order import attention_in_order_triton
 
+pytestmark = pytest.mark.usefixtures("like_a_gpu")
+
 IS_NATIVE = KERNEL_DEVICE == "cuda"
 BUDGETS = range(1, 129) if IS_NATIVE else [1, 7, 16, 33, 64]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16] if IS_NATIVE else [torch.float32]
-
-
-@pytest.fixture(autouse=True)
-def _like_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    mend_interpreter(monkeypatch)
 
 
 def in_order(case: Case, window: int | None = None) -> Case:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from kernel_errors import assert_no_worse, mend_interpreter
+from kernel_errors import assert_no_worse
 from torch import Tensor
 
 from ddbatch_kernels.embed_normed import embed_normed_ref
@@ -27,15 +27,12 @@ from ddbatch_kernels.normed import Normed
 from ddbatch_kernels.product_table import Op, Tile, tile_of
 from ddbatch_kernels.project_heads.normed_linear import normed_linear
 
+pytestmark = pytest.mark.usefixtures("like_a_gpu")
+
 EPS = 1e-5
 # Tokens, width, rows of the weight: a whole number of blocks, and none.
 SIZES = [(1, 64, 48), (2, 60, 20), (3, 128, 33), (17, 192, 34), (65, 60, 40)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-
-
-@pytest.fixture(autouse=True)
-def _like_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    mend_interpreter(monkeypatch)
 
 
 def drawer(device: str, dtype: torch.dtype, seed: int) -> Callable[..., Tensor]:

@@ -7,7 +7,6 @@ from collections.abc import Callable
 import pytest
 import torch
 from conftest import KERNEL_DEVICE
-from kernel_errors import mend_interpreter
 from test_linears_kernel import EPS, assert_like_reference, begun, drawer, exact
 from torch import Tensor
 
@@ -20,17 +19,14 @@ from ddbatch_kernels.normed import Normed
 from ddbatch_kernels.project_heads import Heads
 from ddbatch_kernels.project_heads.kernel import project_heads_triton
 
+pytestmark = pytest.mark.usefixtures("like_a_gpu")
+
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # Width and rows of a weight: a whole number of tiles, none, and (the last) what counts as large.
 SIZES = [(64, 128), (60, 44)] + ([(2048, 4096)] if KERNEL_DEVICE == "cuda" else [])
 # On a GPU tiles of more tokens take over.
 TOKENS = (1, 5, 63, 70, 127) if KERNEL_DEVICE == "cpu" else (1, 63, 70, 130, 300, 600, 900)
 MOST = TOKENS[-1]
-
-
-@pytest.fixture(autouse=True)
-def _like_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    mend_interpreter(monkeypatch)
 
 
 def part(normed: Normed, T: int) -> Normed:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from kernel_errors import assert_no_worse, mend_interpreter
+from kernel_errors import assert_no_worse
 from torch import Tensor
 
 from ddbatch_kernels.normed import Normed
@@ -16,13 +16,10 @@ from ddbatch_kernels.project_heads import Heads, project_heads_ref
 from ddbatch_kernels.project_heads import kernel as project_heads_kernel
 from ddbatch_kernels.project_heads.kernel import project_heads_fused, project_heads_triton
 
+pytestmark = pytest.mark.usefixtures("like_a_gpu")
+
 POSITIONS, CELLS = 37, 90
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-
-
-@pytest.fixture(autouse=True)
-def _like_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    mend_interpreter(monkeypatch)
 
 
 class Case(NamedTuple):

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from kernel_errors import assert_no_worse, mend_interpreter
+from kernel_errors import assert_no_worse
 from torch import Tensor
 
 from ddbatch_kernels.rope_append import Heads, rope_append_ref
@@ -15,12 +15,9 @@ from ddbatch_kernels.rope_append.kernel import rope_append_triton
 from ddbatch_kernels.silu_mul import silu_mul_ref
 from ddbatch_kernels.silu_mul.kernel import silu_mul_triton
 
+pytestmark = pytest.mark.usefixtures("like_a_gpu")
+
 POSITIONS, CELLS = 37, 90
-
-
-@pytest.fixture(autouse=True)
-def _like_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    mend_interpreter(monkeypatch)
 
 
 class Case(NamedTuple):

@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple
 
@@ -20,6 +19,7 @@ import torch
 from ddbatch.core import (
     CachePlan,
     Completion,
+    EngineStats,
     PrefillPlan,
     Rejected,
     ShapePlan,
@@ -40,20 +40,6 @@ from ddbatch.engine.transfer import Mark, Ring, Ticket, mark
 from ddbatch.models.decoder import Target
 from ddbatch.models.dflash import DFlash
 from ddbatch_kernels.facts import Finish
-
-
-@dataclass
-class EngineStats:
-    """Counters of a run. row_rounds: rounds x rows; live_row_rounds: those that emitted tokens;
-    output_tokens: of finished sequences and of those in flight; prefill_seconds: of the device, in
-    prefill calls whose record was read."""
-
-    rounds: int = 0
-    row_rounds: int = 0
-    live_row_rounds: int = 0
-    output_tokens: int = 0
-    prompt_tokens: int = 0
-    prefill_seconds: float = field(default=0.0, compare=False)  # a time is no fact of a run
 
 
 class _Call(NamedTuple):

@@ -7,25 +7,10 @@ engine of known speed. Imports no torch.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Protocol
 
-from ddbatch.core import Completion, Rejected, ShapePlan, StopFinder, TokenPrompt
+from ddbatch.core import Completion, EngineStats, Rejected, ShapePlan, StopFinder, TokenPrompt
 from ddbatch.jobs.generating.trials import Trials
-
-
-@dataclass(frozen=True)
-class DecoderFigures:
-    """Counters since the weights were loaded. row_rounds: rounds x rows; live_row_rounds: those
-    that emitted tokens; output_tokens: of finished rows and of those in flight; prefill_seconds: in
-    which prompts were run through the model."""
-
-    rounds: int
-    row_rounds: int
-    live_row_rounds: int
-    output_tokens: int
-    prompt_tokens: int = 0
-    prefill_seconds: float = 0.0
 
 
 class Decoder(Protocol):
@@ -73,7 +58,7 @@ class Decoder(Protocol):
         """What the summary should say of this engine."""
 
     @property
-    def figures(self) -> DecoderFigures:
+    def figures(self) -> EngineStats:
         """Counters so far."""
 
 

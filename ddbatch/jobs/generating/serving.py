@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, fields
 
 from ddbatch.core import (
     Completion,
+    EngineStats,
     Key,
     Rejected,
     RunError,
@@ -21,13 +22,12 @@ from ddbatch.core import (
     TokenPrompt,
 )
 from ddbatch.engine.audit import Auditor
-from ddbatch.engine.engine import Engine, EngineStats
+from ddbatch.engine.engine import Engine
 from ddbatch.engine.gate import Verdict, judge
 from ddbatch.engine.numerics import FLOAT32_GAP, Numerics
 from ddbatch.engine.plan import plan_cache
 from ddbatch.engine.programs import GraphPool
 from ddbatch.engine.sampling import DrawKind
-from ddbatch.jobs.generating.decoder import DecoderFigures
 from ddbatch.jobs.generating.gating import Arm, choose_engine
 from ddbatch.jobs.generating.trials import Trials, is_out_of_memory
 from ddbatch.jobs.show import plural, say
@@ -105,7 +105,7 @@ class EngineDecoder:
         assert not self.is_busy
         started = time.monotonic()
         self._warn()
-        self._past = self._stats()
+        self._past = self.figures
         self._engine = None  # its memory first
         try:
             self._engine = self._new_engine(max_len)
@@ -210,11 +210,8 @@ class EngineDecoder:
         ]
 
     @property
-    def figures(self) -> DecoderFigures:
+    def figures(self) -> EngineStats:
         """Counters over all states."""
-        return DecoderFigures(**asdict(self._stats()))
-
-    def _stats(self) -> EngineStats:
         now = EngineStats() if self._engine is None else self._engine.stats
         return EngineStats(
             *(getattr(self._past, f.name) + getattr(now, f.name) for f in fields(EngineStats))

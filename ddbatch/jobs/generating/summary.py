@@ -6,8 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 
-from ddbatch.core import ShapePlan
-from ddbatch.jobs.generating.decoder import DecoderFigures
+from ddbatch.core import EngineStats, ShapePlan
 from ddbatch.jobs.generating.tally import Counts, Tally
 from ddbatch.jobs.show import counted, duration, facts, plural, share, tell
 
@@ -19,7 +18,7 @@ def print_summary(
     output_dir: str,
     tally: Tally,
     plan: ShapePlan,
-    figures: DecoderFigures,
+    figures: EngineStats,
     seconds: float,
     notes: Sequence[str],
 ) -> None:
