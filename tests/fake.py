@@ -187,7 +187,7 @@ class FakeDecoder:
             stop_token_id=last if is_stop_id else None,
             accepted=tuple(sequence.accepted),
             depth=(3,) * len(sequence.accepted),
-            drafted=4,
+            drafted=(4,) * len(sequence.accepted),
             seconds=0.5,
             slot=0,
             stop_string=sequence.stop_string,

@@ -20,7 +20,8 @@ from torch import Tensor
 from ddbatch.engine.commit import append_context
 from ddbatch.engine.draft import draft
 from ddbatch.engine.plan import plan_cache, plan_prefill, plan_shapes
-from ddbatch.engine.state import RoundState, allocate_state, cell_of
+from ddbatch.engine.allocate import allocate_states
+from ddbatch.engine.state import RoundState, cell_of
 from ddbatch.models.decoder import Target
 from ddbatch.models.dflash import DFlash
 from ddbatch.models.layers import LayerKeys, Planes
@@ -277,8 +278,8 @@ def fill_state(trio: Trio, features: list[Tensor], anchors: list[int], topk: int
         device="cpu",
     )
     cache_plan = plan_cache(rows, max_len=24, page=4, device="cpu")
-    state = allocate_state(
-        plan,
+    (state,) = allocate_states(
+        [plan],
         cache_plan,
         plan_prefill(rows, "cpu"),
         target=trio.target.dims,

@@ -194,7 +194,7 @@ class EngineDecoder:
 
     def _warn(self) -> None:
         """Say what the acceptance table finds."""
-        for note in [] if self._engine is None else self._engine.acceptance.notes():
+        for note in [] if self._engine is None else self._engine.notes():
             say(f"note: {note}")
 
     @property

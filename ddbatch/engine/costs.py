@@ -1,0 +1,117 @@
+"""What rounds and prefill calls of some plans cost on this device: measured, before the run begins.
+
+All rows of a plan are made live, with sequences of a given length and of tokens that mean nothing,
+and its round is run from the same state several times. Knows nothing about what is made of it.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from ddbatch.core import ShapePlan
+from ddbatch.engine.engine import Engine
+from ddbatch.engine.plan import plan_cache
+from ddbatch.engine.programs import GraphPool
+from ddbatch.engine.sampling import DrawKind
+from ddbatch.engine.state import RoundShape, RoundState
+from ddbatch.engine.transfer import Mark, mark
+from ddbatch.models.decoder import Target
+from ddbatch.models.dflash import DFlash
+from ddbatch_kernels.facts import ChunkFact
+
+REPEATS = 7  # of a program; the median counts
+CONTEXTS = (128, 1024)  # committed tokens of a row; costs are straight lines between
+
+
+class Costs(NamedTuple):
+    """Seconds. rounds: of each plan, by committed tokens of its rows. call: of a full prefill call,
+    which takes call_tokens, with what the drafter is told."""
+
+    rounds: dict[ShapePlan, dict[int, float]]
+    call: float
+    call_tokens: int
+
+
+@torch.inference_mode()
+def measure_costs(
+    target: Target,
+    drafter: DFlash | None,
+    plans: Sequence[ShapePlan],
+    *,
+    max_len: int,
+    pool: GraphPool | None,
+    draw: DrawKind,
+) -> Costs:
+    """Time a round of every plan, in the order given, for sequences of up to max_len tokens. draw:
+    what draws compute."""
+    device = target.embed.device
+    deepest = max(plan.draft_depth for plan in plans) + 1
+    contexts = sorted({min(context, max_len - deepest) for context in CONTEXTS})
+    assert contexts[0] >= 1, (max_len, deepest)
+    rounds: dict[ShapePlan, dict[int, float]] = {plan: {} for plan in plans}
+    call, call_tokens = 0.0, 1
+    # The pages of many rows are large: one number of rows at a time.
+    for rows in sorted({plan.rows for plan in plans}, reverse=True):
+        own = [plan for plan in plans if plan.rows == rows]
+        is_drafted = any(plan.nodes > 1 for plan in own)
+        cache_plan = plan_cache(rows, max_len=contexts[-1] + deepest, page=None, device=device.type)
+        engine = Engine(
+            target, drafter if is_drafted else None, own, cache_plan, pool=pool, least_draw=draw
+        )
+        for plan in sorted(own, key=lambda plan: -plan.nodes):
+            engine.change(plan)
+            for context in contexts:
+                shape = RoundShape(engine.num_keys(context), draw)
+                rounds[plan][context] = _seconds(
+                    lambda shape=shape: engine.programs.round(shape),  # type: ignore[misc]
+                    lambda context=context: _make_live(engine.state, context),  # type: ignore[misc]
+                    device,
+                )
+            if not call and (plan.nodes > 1 or not is_drafted):
+                prefill = engine.state.prefill_plan
+                call_tokens = prefill.chunks * prefill.chunk
+                shape = RoundShape(engine.num_keys(prefill.chunk), draw)
+                call = _seconds(
+                    lambda shape=shape: engine.programs.prefill(shape, prefill.chunks),  # type: ignore[misc]
+                    lambda: _put_call(engine.state),
+                    device,
+                )
+    return Costs(rounds, call, call_tokens)
+
+
+def _make_live(state: RoundState, context: int) -> None:
+    """Every row in the middle of a sequence of its own, with so many tokens committed."""
+    rows, per_slot = state.plan.rows, state.page_table_SP.shape[1]
+    state.reset()
+    page_X = torch.arange(rows * per_slot, device=state.slot_B.device)
+    state.page_table_SP[:rows] = page_X.view(rows, per_slot)
+    state.slot_B.copy_(page_X[:rows])
+    state.active_B.fill_(True)
+    state.length_S[:rows] = context
+    state.cap_S.fill_(1 << 30)
+
+
+def _put_call(state: RoundState) -> None:
+    """A full call of pieces that begin prompts."""
+    state.reset()
+    chunk_RX, slots = state.chunk_RX, state.cache_plan.slots
+    chunk_RX[:, ChunkFact.SLOT] = torch.arange(len(chunk_RX), device=chunk_RX.device) % slots
+    chunk_RX[:, ChunkFact.SIZE] = state.prefill_plan.chunk
+
+
+def _seconds(
+    run: Callable[[], object], before: Callable[[], object], device: torch.device
+) -> float:
+    """The median of some runs, of the device's time on CUDA; the first two may capture a graph."""
+    marks: list[tuple[Mark, Mark]] = []
+    for _ in range(2 + REPEATS):
+        before()
+        started = mark(device)
+        run()
+        marks.append((started, mark(device)))
+    marks[-1][1].wait()
+    return statistics.median(stop.seconds_since(start) for start, stop in marks[2:])
