@@ -17,10 +17,10 @@ from safetensors.torch import load_file
 from tiny import load_tiny_pair, read_drafter
 from torch import Tensor
 
+from ddbatch.engine.allocate import allocate_states
 from ddbatch.engine.commit import append_context
 from ddbatch.engine.draft import draft
 from ddbatch.engine.plan import plan_cache, plan_prefill, plan_shapes
-from ddbatch.engine.allocate import allocate_states
 from ddbatch.engine.state import RoundState, cell_of
 from ddbatch.models.decoder import Target
 from ddbatch.models.dflash import DFlash

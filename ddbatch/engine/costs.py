@@ -52,8 +52,7 @@ def measure_costs(
     deepest = max(plan.draft_depth for plan in plans) + 1
     contexts = sorted({min(context, max_len - deepest) for context in CONTEXTS})
     assert contexts[0] >= 1, (max_len, deepest)
-    rounds: dict[ShapePlan, dict[int, float]] = {plan: {} for plan in plans}
-    call, call_tokens = 0.0, 1
+    found = Costs({}, 0.0, 1)
     # The pages of many rows are large: one number of rows at a time.
     for rows in sorted({plan.rows for plan in plans}, reverse=True):
         own = [plan for plan in plans if plan.rows == rows]
@@ -64,23 +63,31 @@ def measure_costs(
         )
         for plan in sorted(own, key=lambda plan: -plan.nodes):
             engine.change(plan)
-            for context in contexts:
-                shape = RoundShape(engine.num_keys(context), draw)
-                rounds[plan][context] = _seconds(
-                    lambda shape=shape: engine.programs.round(shape),  # type: ignore[misc]
-                    lambda context=context: _make_live(engine.state, context),  # type: ignore[misc]
-                    device,
-                )
-            if not call and (plan.nodes > 1 or not is_drafted):
-                prefill = engine.state.prefill_plan
-                call_tokens = prefill.chunks * prefill.chunk
-                shape = RoundShape(engine.num_keys(prefill.chunk), draw)
-                call = _seconds(
-                    lambda shape=shape: engine.programs.prefill(shape, prefill.chunks),  # type: ignore[misc]
-                    lambda: _put_call(engine.state),
-                    device,
-                )
-    return Costs(rounds, call, call_tokens)
+            found.rounds[plan] = {context: _round(engine, context, draw) for context in contexts}
+            if not found.call:
+                found = _call(engine, found, draw)
+    return found
+
+
+def _round(engine: Engine, context: int, draw: DrawKind) -> float:
+    """Seconds of a round whose rows have so many tokens committed."""
+    shape, state = RoundShape(engine.cache_plan.num_keys(context), draw), engine.state
+    device = state.slot_B.device
+    return _seconds(
+        lambda: engine.programs.round(shape), lambda: _make_live(state, context), device
+    )
+
+
+def _call(engine: Engine, found: Costs, draw: DrawKind) -> Costs:
+    """The same with the cost of a prefill call."""
+    state, size = engine.state, engine.state.prefill_plan
+    shape = RoundShape(engine.cache_plan.num_keys(size.chunk), draw)
+    seconds = _seconds(
+        lambda: engine.programs.prefill(shape, size.chunks),
+        lambda: _put_call(state),
+        state.slot_B.device,
+    )
+    return Costs(found.rounds, seconds, size.chunks * size.chunk)
 
 
 def _make_live(state: RoundState, context: int) -> None:

@@ -36,8 +36,7 @@ class Sizes(NamedTuple):
 
 class Need(NamedTuple):
     """Bytes. caches: of pages, with scratch. tables: all other tensors of the state. working: of
-    programs while they run, captured and eager. judging: of the oracle that holds rows against plain
-    decoding, besides which nothing runs."""
+    programs while they run, captured and eager. judging: of the oracle while it reads a row."""
 
     caches: int
     tables: int
@@ -46,10 +45,9 @@ class Need(NamedTuple):
 
     @property
     def total(self) -> int:
-        """At the same time."""
-        return int(
-            (self.caches + self.tables + self.working + self.judging + _FIXED) * (1 + _SHARE)
-        )
+        """All of it, at the same time."""
+        used = self.caches + self.tables + self.working + self.judging + _FIXED
+        return int(used * (1 + _SHARE))
 
 
 def memory_need(
