@@ -266,11 +266,13 @@ class Rejected:
 class EngineStats:
     """Counters of an engine, since the weights were loaded. row_rounds: rounds x rows;
     live_row_rounds: those that emitted tokens; output_tokens: of finished sequences and of those in
-    flight; prefill_seconds: of the device, in prefill calls whose record was read."""
+    flight; round_tokens: those that rounds emitted, not prefill; prefill_seconds: of the device, in
+    prefill calls whose record was read."""
 
     rounds: int = 0
     row_rounds: int = 0
     live_row_rounds: int = 0
     output_tokens: int = 0
     prompt_tokens: int = 0
+    round_tokens: int = 0
     prefill_seconds: float = field(default=0.0, compare=False)  # a time is no fact of a run

@@ -98,6 +98,8 @@ class FakeDecoder:
         self._results: list[Completion | Rejected] = []
         self._figures = [0, 0, 0, 0]
         self.about: dict[str, object] = {}
+        self.found: dict[str, object] = {}
+        self.choice: str | None = None
         self.plan = ShapePlan(rows=options.rows, nodes=5, block=4, draft_depth=3, topk=4)
         self.max_len = 0
         self.notes: list[str] = []
@@ -147,6 +149,10 @@ class FakeDecoder:
             if sequence.num_done == len(sequence.token_ids):
                 self._live.remove(sequence)
                 self._results.append(self._result(sequence))
+
+    @property
+    def rounds(self) -> dict[ShapePlan, int]:
+        return {self.plan: self._figures[0]}
 
     def collect(self) -> Iterator[Completion | Rejected]:
         while self._results:

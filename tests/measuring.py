@@ -177,7 +177,6 @@ def make_engine(
         block=arm.block or pair.drafter.dims.block,
         vocab=pair.target.dims.vocab,
         gemm_limit=None,
-        device=device,
     )
     prefill = plan_prefill(arm.rows, device)
     return Engine(

@@ -275,7 +275,6 @@ def fill_state(trio: Trio, features: list[Tensor], anchors: list[int], topk: int
         block=dims.block,
         vocab=trio.target.dims.vocab,
         gemm_limit=None,
-        device="cpu",
     )
     cache_plan = plan_cache(rows, max_len=24, page=4, device="cpu")
     (state,) = allocate_states(

@@ -14,7 +14,8 @@ from ddbatch.engine.plan import (
     MIN_KEYS_CUDA,
     USUAL_CHUNKS,
     Method,
-    choose_method,
+    auto_rows,
+    choose_methods,
     plan_cache,
     plan_prefill,
     plan_shapes,
@@ -28,11 +29,10 @@ def plan(
     *,
     budget: int | None = None,
     topk: int | None = None,
-    rows: int | None = 3,
+    rows: int = 3,
     block: int = 16,
     vocab: int = 1000,
     gemm_limit: int | None = None,
-    device: str = "cpu",
 ) -> ShapePlan:
     return plan_shapes(
         method,
@@ -42,25 +42,34 @@ def plan(
         block=block,
         vocab=vocab,
         gemm_limit=gemm_limit,
-        device=device,
     )
 
 
 @pytest.mark.parametrize(
     ("method", "budget", "has_drafter", "chosen"),
     [
-        ("auto", None, True, "ddtree"),
-        ("auto", None, False, "autoregressive"),
-        ("auto", 0, True, "autoregressive"),
-        ("chain", None, True, "chain"),
-        ("ddtree", 8, True, "ddtree"),
-        ("autoregressive", None, True, "autoregressive"),
+        ("auto", None, True, ("ddtree", "chain", "autoregressive")),
+        ("auto", 8, True, ("ddtree",)),
+        ("auto", None, False, ("autoregressive",)),
+        ("auto", 0, True, ("autoregressive",)),
+        ("chain", None, True, ("chain",)),
+        ("ddtree", 8, True, ("ddtree",)),
+        ("ddtree", None, True, ("ddtree",)),
+        ("autoregressive", None, True, ("autoregressive",)),
     ],
 )
-def test_auto_means_the_tree_where_there_is_a_drafter(
-    method: str, budget: int | None, has_drafter: bool, chosen: Method
+def test_auto_leaves_every_method_open_where_there_is_a_drafter(
+    method: str, budget: int | None, has_drafter: bool, chosen: tuple[Method, ...]
 ) -> None:
-    assert choose_method(method, budget, has_drafter) == chosen
+    assert choose_methods(method, budget, has_drafter) == chosen
+
+
+def test_rows_that_nobody_asks_for_are_no_more_than_the_prompts() -> None:
+    assert auto_rows("cpu", None, has_ladder=False) == 8
+    assert auto_rows("cuda", None, has_ladder=False) == 32
+    assert auto_rows("cuda", None, has_ladder=True) == 512
+    assert auto_rows("cuda", 7, has_ladder=True) == 7
+    assert auto_rows("cpu", 0, has_ladder=False) == 1
 
 
 @pytest.mark.parametrize(
@@ -96,7 +105,7 @@ def test_a_limit_below_one_row_of_this_budget_names_the_budget_that_fits() -> No
 @given(
     method=METHODS,
     budget=st.none() | st.integers(1, 300),
-    rows=st.none() | st.integers(1, 600),
+    rows=st.integers(1, 600),
     block=st.integers(2, 32),
     vocab=st.integers(1, 200),
     limit=st.integers(1, 3000),
@@ -105,7 +114,7 @@ def test_a_limit_below_one_row_of_this_budget_names_the_budget_that_fits() -> No
 def test_no_plan_exceeds_its_limit(
     method: Method,
     budget: int | None,
-    rows: int | None,
+    rows: int,
     block: int,
     vocab: int,
     limit: int,

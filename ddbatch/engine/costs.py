@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from contextlib import AbstractContextManager
 
 import torch
 
 from ddbatch.core import ShapePlan
+from ddbatch.engine.curves import CostCurve
 from ddbatch.engine.engine import Engine
 from ddbatch.engine.plan import plan_cache
 from ddbatch.engine.programs import GraphPool
@@ -27,15 +28,6 @@ REPEATS = 7  # of a program; the median counts
 CONTEXTS = (128, 1024)  # committed tokens of a row; costs are straight lines between
 
 
-class Costs(NamedTuple):
-    """Seconds. rounds: of each plan, by committed tokens of its rows. call: of a full prefill call,
-    which takes call_tokens, with what the drafter is told."""
-
-    rounds: dict[ShapePlan, dict[int, float]]
-    call: float
-    call_tokens: int
-
-
 @torch.inference_mode()
 def measure_costs(
     target: Target,
@@ -45,28 +37,34 @@ def measure_costs(
     max_len: int,
     pool: GraphPool | None,
     draw: DrawKind,
-) -> Costs:
-    """Time a round of every plan, in the order given, for sequences of up to max_len tokens. draw:
-    what draws compute."""
+    guard: Callable[[ShapePlan], AbstractContextManager[None]],
+) -> CostCurve:
+    """Time a round of every plan, for sequences of up to max_len tokens, and a prefill call. draw:
+    what draws compute. guard: stands around all that is done with a plan, which may be its first
+    use on this device."""
     device = target.embed.device
     deepest = max(plan.draft_depth for plan in plans) + 1
     contexts = sorted({min(context, max_len - deepest) for context in CONTEXTS})
     assert contexts[0] >= 1, (max_len, deepest)
-    found = Costs({}, 0.0, 1)
+    curve: CostCurve | None = None
     # The pages of many rows are large: one number of rows at a time.
     for rows in sorted({plan.rows for plan in plans}, reverse=True):
-        own = [plan for plan in plans if plan.rows == rows]
-        is_drafted = any(plan.nodes > 1 for plan in own)
-        cache_plan = plan_cache(rows, max_len=contexts[-1] + deepest, page=None, device=device.type)
-        engine = Engine(
-            target, drafter if is_drafted else None, own, cache_plan, pool=pool, least_draw=draw
+        own = sorted((plan for plan in plans if plan.rows == rows), key=lambda plan: -plan.nodes)
+        cache_plan = plan_cache(
+            rows, max_len=contexts[-1] + deepest, page=None, device=device.type, spare=0
         )
-        for plan in sorted(own, key=lambda plan: -plan.nodes):
-            engine.change(plan)
-            found.rounds[plan] = {context: _round(engine, context, draw) for context in contexts}
-            if not found.call:
-                found = _call(engine, found, draw)
-    return found
+        has_drafts = own[0].nodes > 1
+        engine = Engine(
+            target, drafter if has_drafts else None, own, cache_plan, pool=pool, least_draw=draw
+        )
+        for plan in own:
+            with guard(plan):
+                engine.change(plan)
+                curve = curve or CostCurve(*_call(engine, draw))
+                for context in contexts:
+                    curve.add(plan, context, _round(engine, context, draw))
+    assert curve is not None, "no plan"
+    return curve
 
 
 def _round(engine: Engine, context: int, draw: DrawKind) -> float:
@@ -78,8 +76,8 @@ def _round(engine: Engine, context: int, draw: DrawKind) -> float:
     )
 
 
-def _call(engine: Engine, found: Costs, draw: DrawKind) -> Costs:
-    """The same with the cost of a prefill call."""
+def _call(engine: Engine, draw: DrawKind) -> tuple[int, float]:
+    """Tokens of a full prefill call, and its seconds."""
     state, size = engine.state, engine.state.prefill_plan
     shape = RoundShape(engine.cache_plan.num_keys(size.chunk), draw)
     seconds = _seconds(
@@ -87,7 +85,7 @@ def _call(engine: Engine, found: Costs, draw: DrawKind) -> Costs:
         lambda: _put_call(state),
         state.slot_B.device,
     )
-    return Costs(found.rounds, seconds, size.chunks * size.chunk)
+    return size.chunks * size.chunk, seconds
 
 
 def _make_live(state: RoundState, context: int) -> None:

@@ -370,6 +370,7 @@ class Engine:
         is_sound_L = (facts.finish_L == Finish.LIVE) & ~self._is_hot_S[facts.slot_L]
         self._layout.acceptance.add(*(column_L[is_sound_L] for column_L in told))
         self.stats.live_row_rounds += int(np.count_nonzero(facts.emitted_L))
+        self.stats.round_tokens += int(facts.emitted_L.sum())
 
     def _look(self, slot: int) -> None:
         """Have flagged text looked at; ask the device to end a sequence in which a string was

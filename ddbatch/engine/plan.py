@@ -14,6 +14,7 @@ Method = Literal["ddtree", "chain", "autoregressive"]
 
 AUTO_BUDGET = 16  # as wide a verify as the usual block, and already ahead of the chain
 AUTO_ROWS = {"cpu": 8, "cuda": 32}
+MAX_AUTO_ROWS = 512  # twice as many add little: all weights are busy, and the host is
 AUTO_PAGE_CUDA = 64  # the key tile of the attention kernels
 MAX_TOPK = 64
 # Attention is told a bound of the keys that it looks at, a multiple of this. A GPU captures a graph
@@ -29,18 +30,26 @@ MAX_CHUNKS = {"cpu": 32, "cuda": 64}
 MIN_CHUNKS, USUAL_CHUNKS, ROWS_A_CHUNK = 4, 16, 4
 
 
-def choose_method(method: str, budget: int | None, has_drafter: bool) -> Method:
-    """What engine.method means for this run; None stands for auto in every option of this file."""
+def choose_methods(method: str, budget: int | None, has_drafter: bool) -> tuple[Method, ...]:
+    """What engine.method lets serve, the first where nothing is measured; None stands for auto in
+    every option of this file."""
     if budget == 0 or (method == "auto" and not has_drafter):
-        return "autoregressive"
+        return ("autoregressive",)
     if method == "auto":
-        return "ddtree"
+        return ("ddtree", "chain", "autoregressive") if budget is None else ("ddtree",)
     names: dict[str, Method] = {
         "ddtree": "ddtree",
         "chain": "chain",
         "autoregressive": "autoregressive",
     }
-    return names[method]
+    return (names[method],)
+
+
+def auto_rows(device: str, num_prompts: int | None, *, has_ladder: bool) -> int:
+    """Rows where none are asked for: no more than there are prompts to fill them. With a ladder
+    they are many, since they shrink as prompts run out, and as memory asks."""
+    rows = MAX_AUTO_ROWS if has_ladder else AUTO_ROWS[device]
+    return rows if num_prompts is None else max(1, min(rows, num_prompts))
 
 
 def plan_shapes(
@@ -48,23 +57,17 @@ def plan_shapes(
     *,
     budget: int | None,
     topk: int | None,
-    rows: int | None,
+    rows: int,
     block: int,
     vocab: int,
     gemm_limit: int | None,
-    device: str,
-    num_prompts: int | None = None,
 ) -> ShapePlan:
     """Shapes of one round. block: the drafter's block size, or less: a shorter block costs less and
-    is accepted a little less (unused for autoregressive). num_prompts: where it is known, rows=None
-    makes no more rows than prompts to fill them.
+    is accepted a little less (unused for autoregressive).
 
     A budget beyond what a tree of this depth and branching can hold is cut to it. ValueError where
     rows x nodes exceeds gemm_limit.
     """
-    if rows is None:
-        rows = AUTO_ROWS[device]
-        rows = rows if num_prompts is None else max(1, min(rows, num_prompts))
     if method == "autoregressive":
         plan = ShapePlan(rows=rows, nodes=1, block=1, draft_depth=0, topk=0)
     else:
@@ -90,8 +93,11 @@ def plan_shapes(
     return plan
 
 
-def plan_cache(rows: int, *, max_len: int, page: int | None, device: str) -> CachePlan:
-    """Cache pool for `rows` live sequences and as many ready ones: a finished row never waits.
+def plan_cache(
+    rows: int, *, max_len: int, page: int | None, device: str, spare: int | None = None
+) -> CachePlan:
+    """Cache pool for `rows` live sequences and `spare` ready ones, None = as many: a finished row
+    never waits.
 
     page None: contiguous slots on the CPU, the kernels' key tile on CUDA. max_len is rounded up to
     whole pages.
@@ -99,7 +105,7 @@ def plan_cache(rows: int, *, max_len: int, page: int | None, device: str) -> Cac
     if page is None:
         page = max_len if device == "cpu" else AUTO_PAGE_CUDA
     pages_per_slot = -(-max_len // page)
-    slots, max_len = 2 * rows, pages_per_slot * page
+    slots, max_len = rows + (rows if spare is None else spare), pages_per_slot * page
     return CachePlan(
         slots=slots,
         pages=slots * pages_per_slot,
