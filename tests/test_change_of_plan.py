@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 
 import pytest
 import torch
@@ -134,6 +135,19 @@ def test_what_a_sequence_leaves_in_both_caches_is_what_the_oracle_computes(
         findings.judge(Decoded(placed[item.key.row_id], item, is_held=True), is_forced=True)
     assert findings.faults == {}
     assert findings.texts()["state"].startswith(f"{len(held)} sequences")
+
+
+def test_a_drafter_that_sleeps_again_and_again_is_told_of_all_that_it_missed(pair: Pair) -> None:
+    engine = make(pair, rows=len(LENGTHS))
+    done, placed = run(
+        engine, iter(prompts_of(Sampling())), lambda number: (WIDE, TREE)[number // 2 % 2]
+    )
+    findings = Findings(engine, gap=NEAR_TIE)
+    held = [item for item in done if item.drafted[-1:] == (TREE.nodes - 1,)]
+    assert any(sum(a > b for a, b in pairwise(item.drafted)) >= 2 for item in held)
+    for item in held:
+        findings.judge(Decoded(placed[item.key.row_id], item, is_held=True), is_forced=True)
+    assert findings.faults == {}
 
 
 def test_a_drafter_that_was_asleep_drafts_as_if_it_had_not_been(pair: Pair) -> None:

@@ -31,7 +31,14 @@ def untold_pieces(seats: Iterable[Seat], histories: Histories, chunk: int) -> li
         ids = (*prompt.token_ids, *histories.token_ids(slot))[: num_committed(seat, histories)]
         first, seat.num_drafted = seat.num_drafted - seat.num_drafted % chunk, None
         pieces += [
-            Piece(seat.placed, start, ids[start : start + chunk], is_first=False, is_last=False)
+            Piece(
+                seat.placed,
+                start,
+                ids[start : start + chunk],
+                is_first=False,
+                is_last=False,
+                is_prompt=False,
+            )
             for start in range(first, len(ids), chunk)
         ]
     return pieces

@@ -332,7 +332,8 @@ class Engine:
         self._num_calls += 1
         for piece in pieces:
             seat = self._seats[piece.placed.slot]
-            seat.num_launched = max(seat.num_launched, piece.stop)
+            if piece.is_prompt:
+                seat.num_launched = piece.stop
             if piece.is_last:
                 self._histories.load(piece.placed)
                 self._longest = max(self._longest, piece.stop)

@@ -42,13 +42,15 @@ class Placed(NamedTuple):
 
 class Piece(NamedTuple):
     """Tokens of a sequence, from position `start` on. is_first: its slot is set up for it. is_last:
-    the prompt ends with it, and the first output token is drawn."""
+    the prompt ends with it, and the first output token is drawn. is_prompt: it was not read before.
+    """
 
     placed: Placed
     start: int
     token_ids: tuple[int, ...]
     is_first: bool
     is_last: bool
+    is_prompt: bool = True
 
     @property
     def stop(self) -> int:
