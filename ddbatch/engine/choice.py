@@ -135,12 +135,12 @@ class Chooser:
             for plan, rate in rates.items()
         }
         best = min(self.plans, key=lambda plan: (ends[plan], plan.rows))
-        explored = self._explored(best, rates[best], ends[best], moment)
-        if explored is not None:
-            return self._answer(_Last(explored, "explored", moment, rates[best]))
         if current in ends and ends[current] <= (1 + MIN_GAIN) * ends[best]:
             best = current
-        return self._answer(_Last(best, "best", moment, rates[best]))
+        explored = self._explored(best, rates[best], ends[best], moment)
+        if explored is None:
+            return self._answer(_Last(best, "best", moment, rates[best]))
+        return self._answer(_Last(explored, "explored", moment, rates[best]))
 
     def _explored(
         self, best: ShapePlan, rate: float, seconds_left: float, moment: Moment
