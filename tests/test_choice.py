@@ -305,19 +305,17 @@ def test_exploring_loses_no_more_than_its_share(rows: int) -> None:
     assert run.seconds - at_plain <= told["lost_seconds"] + tried
 
 
-def test_catching_up_to_explore_is_within_the_share() -> None:
-    """Rounds of another text each, whose acceptance is soon forgotten, after plain decoding."""
-    run = Run(made_chooser(smol_seconds, 128), POOR)
-    catch_up, caught_up = 0.05, 0.0
-    for _ in range(3000):
-        before = run.plan
-        cold = replace(moment(128, 10**4), warm=before.nodes > 1, catch_up_seconds=catch_up)
-        run.rounds(cold)
-        caught_up += catch_up if run.plan.nodes > before.nodes == 1 else 0.0
-        run.chooser.acceptance.add(before, 10**6, 10**6 * before.nodes)
-    told = run.chooser.as_dict()
-    assert 0 < caught_up <= told["lost_seconds"]
-    assert told["lost_seconds"] <= EXPLORE_SHARE * (told["seconds"] + 200) + catch_up
+def test_catching_up_to_explore_counts_once_and_is_within_the_share() -> None:
+    chooser = made_chooser(smol_seconds, 512)
+    plain = chooser.plans[0]
+    cold = replace(moment(512, 10**6), warm=False, catch_up_seconds=0.5)
+    for _ in range(3):
+        plan = chooser.choose(plain, cold)
+        assert plan.nodes > 1
+        assert chooser.as_dict()["lost_seconds"] == 0.5
+    seconds_left = cold.tokens_left() / chooser.rate(plain, cold)
+    too_long = replace(cold, catch_up_seconds=EXPLORE_SHARE * seconds_left)
+    assert made_chooser(smol_seconds, 512).choose(plain, too_long) == plain
 
 
 def test_a_plan_is_explored_until_it_is_known_and_not_again_before_half_is_forgotten() -> None:
