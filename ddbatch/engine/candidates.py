@@ -24,11 +24,12 @@ TREES = (
 # A tree of as many nodes accepts no less than a chain: beside trees only the usual one is tried.
 CHAINS = ((2, 3), (4, 5), (7, 8), (None, None))
 # Drafted plans that are not worth a measurement: fewer tokens a round cost as much as this many,
-# and beyond so many a node costs all of its arithmetic, which few are worth.
+# and beyond so many a node costs all of its arithmetic, which few are worth. The smallest tree is
+# always tried.
 LEAST_TOKENS, MOST_TOKENS = 8, 4096
 MAX_RUNGS = 5  # each is measured, and captured for each plan that is kept
 MAX_PLANS_A_RUNG = 4
-# Drafters for which plans are kept: a tree of 16 nodes emits 1.2 to 13 tokens a round.
+# Drafters for which plans are kept: a tree of 16 nodes emits 1.3 to 13 tokens a round.
 PLAUSIBLE = (CHANCES > 0.08) & (CHANCES < 0.97)
 MIN_LOSS = 0.02  # a plan is kept for a drafter that would lose more without it
 
@@ -46,7 +47,7 @@ def candidates(
     """Plans of this many rows that are worth measuring, by rising nodes.
 
     block, vocab: the drafter's. max_tokens: the most that a round may verify. methods: those that
-    the user lets be chosen. topk: what plan_shapes takes.
+    the user lets be chosen. topk: what plan_shapes takes. Empty where max_tokens leaves none.
     """
     shapes: list[tuple[Method, int | None, int | None]] = []
     if "autoregressive" in methods:
@@ -65,17 +66,17 @@ def candidates(
             block=min(block, short or block),
             vocab=vocab,
             gemm_limit=None,
+            device="cuda",  # decides rows alone
         )
         for method, budget, short in shapes
     }
-    return sorted((plan for plan in plans if _is_sensible(plan, max_tokens)), key=_order)
+    allowed = [plan for plan in plans if max_tokens is None or plan.rows * plan.nodes <= max_tokens]
+    return sorted(filter(_is_sensible, allowed), key=_order) or sorted(allowed, key=_order)
 
 
-def _is_sensible(plan: ShapePlan, max_tokens: int | None) -> bool:
-    tokens = plan.rows * plan.nodes
-    if max_tokens is not None and tokens > max_tokens:
-        return False
-    return plan.nodes == 1 or LEAST_TOKENS <= tokens <= max(MOST_TOKENS, 3 * plan.rows)
+def _is_sensible(plan: ShapePlan) -> bool:
+    most = max(MOST_TOKENS, 3 * plan.rows)
+    return plan.nodes == 1 or LEAST_TOKENS <= plan.rows * plan.nodes <= most
 
 
 def _order(plan: ShapePlan) -> tuple[int, ...]:
@@ -93,21 +94,28 @@ def rungs(rows: int) -> list[int]:
 
 
 def shortlist(costs: CostCurve, rungs: Sequence[int]) -> list[ShapePlan]:
-    """Of the measured plans those to keep: of each rung plain decoding, and as long as a plausible
-    drafter would lose more than MIN_LOSS, the plan that lowers the mean loss most."""
+    """Of the measured plans those to keep, by rungs; plans of a rung must be measured at the same
+    contexts."""
     kept: list[ShapePlan] = []
     for rows in rungs:
         plans = sorted((plan for plan in costs.rounds if plan.rows == rows), key=_order)
-        rates = {plan: _plausible_rates(costs, plan) for plan in plans}
-        best = np.max(list(rates.values()), axis=0)
-        chosen = [plan for plan in plans if plan.nodes == 1]
-        while len(chosen) < min(MAX_PLANS_A_RUNG, len(plans)):
-            held = np.max([rates[plan] for plan in chosen], axis=0) if chosen else 0 * best
-            if np.all(held >= (1 - MIN_LOSS) * best):
-                break
-            share = {plan: np.maximum(held, rates[plan]) / best for plan in plans}
-            chosen.append(max(plans, key=lambda plan: float(share[plan].mean())))
-        kept += sorted(chosen, key=_order)
+        if plans:
+            kept += sorted(_kept(costs, plans), key=_order)
+    return kept
+
+
+def _kept(costs: CostCurve, plans: Sequence[ShapePlan]) -> list[ShapePlan]:
+    """Plain decoding, and as long as a plausible drafter would lose more than MIN_LOSS, the plan
+    that lowers the mean loss most."""
+    rates = {plan: _plausible_rates(costs, plan) for plan in plans}
+    best = np.max([*rates.values()], axis=0)
+    kept = [plan for plan in plans if plan.nodes == 1]
+    while len(kept) < min(MAX_PLANS_A_RUNG, len(plans)):
+        held = np.max([rates[plan] for plan in kept], axis=0) if kept else 0 * best
+        if np.all(held >= (1 - MIN_LOSS) * best):
+            break
+        share = {plan: np.maximum(held, rates[plan]) / best for plan in plans}
+        kept.append(max(plans, key=lambda plan: float(share[plan].mean())))
     return kept
 
 

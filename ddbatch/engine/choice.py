@@ -27,10 +27,11 @@ from ddbatch.engine.curves import (
 )
 
 MIN_GAIN = 0.01  # a plan that is better by less is not worth a change
-# A plan is explored, some row-rounds at a time, until so many are known that little hope is left, or
-# until what is known leaves none; and again when half of them is too old to count.
+# A plan is explored, some row-rounds at a time, until what is known of it leaves no hope, at most
+# until so many are known; and again when half of these are too old to count.
 EXPLORE_ROW_ROUNDS, KNOWN_ROW_ROUNDS = 256, 1024
 EXPLORE_SHARE = 0.01  # of the run's seconds may be lost to rounds that only measure
+ASK_ROUNDS = 32  # an answer takes the host as long as half a round of a small model
 MAX_HISTORY = 64
 
 Why = Literal["best", "explored"]
@@ -52,15 +53,14 @@ class Moment:
     warm: bool = True
     catch_up_seconds: float = 0.0
 
-    @property
-    def num_sequences(self) -> int:
-        """At least 1."""
-        return max(1, self.num_live + self.num_waiting)
-
-    @property
     def tokens_left(self) -> float:
         """Of all sequences: one that waits has at least as many to come as one that is live."""
-        return max(1.0, self.expected_left) * self.num_sequences / max(1, self.num_live)
+        live = max(1, self.num_live)
+        return max(1.0, self.expected_left) * (live + self.num_waiting) / live
+
+    def lanes(self, plan: ShapePlan) -> int:
+        """Rows of this plan that have a sequence, at least 1."""
+        return max(1, min(plan.rows, self.num_live + self.num_waiting))
 
     def catch_up(self, plan: ShapePlan) -> float:
         """Seconds until a round of this plan can begin."""
@@ -125,22 +125,22 @@ class Chooser:
         are expected."""
         if emitted is None:
             emitted = self.acceptance.emitted(plan)
-        lanes = min(plan.rows, moment.num_sequences)
-        return lanes * emitted / self.costs.seconds(plan, moment.context)
+        return moment.lanes(plan) * emitted / self.costs.seconds(plan, moment.context)
 
     def choose(self, current: ShapePlan, moment: Moment) -> ShapePlan:
         """The plan that the next rounds should have: one of `plans`."""
         rates = {plan: self.rate(plan, moment) for plan in self.plans}
         ends = {
-            plan: moment.catch_up(plan) + moment.tokens_left / rate for plan, rate in rates.items()
+            plan: moment.catch_up(plan) + moment.tokens_left() / rate
+            for plan, rate in rates.items()
         }
         best = min(self.plans, key=lambda plan: (ends[plan], plan.rows))
-        explored = self._explored(best, rates[best], ends[best], moment)
-        if explored is not None:
-            return self._answer(_Last(explored, "explored", moment, rates[best]))
         if current in ends and ends[current] <= (1 + MIN_GAIN) * ends[best]:
             best = current
-        return self._answer(_Last(best, "best", moment, rates[best]))
+        explored = self._explored(best, rates[best], ends[best], moment)
+        if explored is None:
+            return self._answer(_Last(best, "best", moment, rates[best]))
+        return self._answer(_Last(explored, "explored", moment, rates[best]))
 
     def _explored(
         self, best: ShapePlan, rate: float, seconds_left: float, moment: Moment
@@ -168,10 +168,9 @@ class Chooser:
 
     def _most_lost(self, plan: ShapePlan, rate: float, moment: Moment) -> float:
         """Seconds that EXPLORE_ROW_ROUNDS lose if this plan emits as little as is to be feared."""
-        lanes = min(plan.rows, moment.num_sequences)
-        seconds = self.costs.seconds(plan, moment.context)
-        loss = max(0.0, seconds - lanes * self.acceptance.feared(plan) / rate)
-        return moment.catch_up(plan) + math.ceil(EXPLORE_ROW_ROUNDS / lanes) * loss
+        share = self.rate(plan, moment, self.acceptance.feared(plan)) / rate
+        seconds = self.costs.seconds(plan, moment.context) * max(0.0, 1 - share)
+        return moment.catch_up(plan) + _explore_rounds(plan, moment) * seconds
 
     def _answer(self, last: _Last) -> ShapePlan:
         if self._last is None or (self._last.plan, self._last.why) != (last.plan, last.why):
@@ -184,6 +183,12 @@ class Chooser:
             self._choices.append(told)
         self._last = last
         return last.plan
+
+    def num_rounds(self) -> int:
+        """Rounds after which to ask again: what is explored should not last longer than needed."""
+        if self._last is None or self._last.why == "best":
+            return ASK_ROUNDS
+        return min(ASK_ROUNDS, _explore_rounds(self._last.plan, self._last.moment))
 
     def summary(self) -> str:
         """The last choice and what the best of the other kind would give, for people."""
@@ -216,8 +221,12 @@ class Chooser:
         }
 
 
+def _explore_rounds(plan: ShapePlan, moment: Moment) -> int:
+    return math.ceil(EXPLORE_ROW_ROUNDS / moment.lanes(plan))
+
+
 def _named(plan: ShapePlan) -> str:
     if plan.nodes == 1:
         return "plain decoding"
     kind = "a chain" if plan.topk == 1 else "a tree"
-    return f"{kind} of {plan.nodes - 1} of blocks of {plan.block}"
+    return f"{kind} of {plan.nodes - 1} nodes over blocks of {plan.block}"

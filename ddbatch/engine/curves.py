@@ -9,11 +9,11 @@ position is right, given that the path so far is. Its r-th candidate is right wi
 where f = 0.75 (1 - q): a tree's expected accepted tokens are the sum, over its nodes, of their
 paths' chances, and the tree has the most probable paths.
 
-With q fitted to each of 19 pairs and texts (chains and trees, 0.2 to 9 accepted tokens a round) it
-is off by 3.5% (root mean square), at most by 11%. SmolLM2-135M, trees of 2, 3, 4, 5 and 8: 1.58,
-1.74, 1.82, 1.90, 2.07 tokens a round, measured 1.61, 1.72, 1.82, 1.89, 2.04; Qwen3-8B, chain of 15,
-trees of 16, 32 and 64: 8.2, 8.2, 9.0, 10.0, measured 7.8, 8.6, 9.25, 9.75. A q that falls with the
-depth, or that differs from round to round, fits no better.
+With q fitted to each of 19 pairs and texts (chains and trees, 0.15 to 9 accepted tokens a round)
+its tokens a round are off by 2.6% (root mean square), at most by 7%. SmolLM2-135M, trees of 2, 3,
+4, 5 and 8: 1.58, 1.74, 1.82, 1.90, 2.07, measured 1.61, 1.72, 1.82, 1.89, 2.04; Qwen3-8B, chain of
+15, trees of 16, 32 and 64: 8.2, 8.2, 9.0, 10.0, DDTree's figures 7.8, 8.6, 9.25, 9.75. A q that
+falls with the depth, or that differs from round to round, fits hardly better.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ddbatch.core import ShapePlan
 Floats = NDArray[np.float64]
 
 RANK_FALL = 0.75  # f / (1 - q)
-# The values of q that are tried, evenly spaced in log-odds: a step changes no prediction by 3%.
+# The values of q that are tried, evenly spaced in log-odds: a step changes no prediction by 4%.
 CHANCES: Floats = 1 / (1 + np.exp(-np.linspace(-6.0, 6.0, 241)))
 # Tokens a round of 16 nodes over a block of 16 before anything is measured: what is expected of an
 # unknown drafter, what a good one would give, and one that does not fit.
@@ -44,7 +44,8 @@ USUAL_EMITTED, HOPED_EMITTED, FEARED_EMITTED = 2.6, 6.0, 1.0
 PRIOR_ROW_ROUNDS = 256.0
 PLAN_SPREAD = 1.25  # what a shape emits may be so many times what the model says, or a part of it
 # Other prompts may follow. After so many row-rounds, of whichever plan, a count is worth half.
-HALF_LIFE = 200_000.0
+HALF_LIFE = 1_000_000.0
+FORGOTTEN = 1e-3  # row-rounds that are none
 
 PlanTuple = list[int]  # a ShapePlan's fields, for JSON
 
@@ -177,9 +178,13 @@ class AcceptanceCurve:
     def add(self, plan: ShapePlan, num_row_rounds: int, num_emitted: int) -> None:
         """Live row-rounds of this plan, and the tokens that they emitted. Whatever the plan, all
         that was counted before is older by as many."""
+        assert num_emitted >= num_row_rounds, (plan, num_row_rounds, num_emitted)
         kept = 0.5 ** (num_row_rounds / HALF_LIFE)
-        for shape, (row_rounds, emitted) in self.counts.items():
-            self.counts[shape] = Count(row_rounds * kept, emitted * kept)
+        self.counts = {
+            shape: Count(row_rounds * kept, emitted * kept)
+            for shape, (row_rounds, emitted) in self.counts.items()
+            if row_rounds * kept > FORGOTTEN
+        }
         if plan.nodes > 1 and num_row_rounds:
             row_rounds, emitted = self.counts.get(_shape(plan), Count(0.0, 0.0))
             self.counts[_shape(plan)] = Count(row_rounds + num_row_rounds, emitted + num_emitted)
