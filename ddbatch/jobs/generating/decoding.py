@@ -15,12 +15,14 @@ from ddbatch import __version__
 from ddbatch.config import Config
 from ddbatch.core import ShapePlan, StopFinder
 from ddbatch.data.fingerprint import hash_weights
+from ddbatch.engine.limits import GemmLimit
 from ddbatch.engine.numerics import measure_numerics
 from ddbatch.engine.plan import AUTO_PAGE_CUDA, Method, choose_method, plan_shapes
 from ddbatch.engine.sampling import DrawKind, draw_kind
 from ddbatch.jobs.generating.sampling_options import check_ids, run_sampling
 from ddbatch.jobs.generating.serving import EngineDecoder, ServeOptions
 from ddbatch.jobs.generating.trials import Trials
+from ddbatch.jobs.probing.answers import facts_of, limit_of
 from ddbatch.jobs.reading import check_model_folder
 from ddbatch.jobs.show import say
 from ddbatch.models.decoder_config import read_generation_config
@@ -32,7 +34,7 @@ from ddbatch.models.load import check_pair, choose_dtype, load_drafter, load_tar
 
 def open_pair(config: Config, eos_token_id: int | None) -> EnginePair:
     """Read the configs of target and drafter; eos_token_id: the tokenizer's own."""
-    device = _device(config.engine.device)
+    device = choose_device(config.engine.device)
     folder = Path(config.model.path)
     target = read_target_dims(folder)
     drafter = None
@@ -45,12 +47,15 @@ def open_pair(config: Config, eos_token_id: int | None) -> EnginePair:
     if eos_token_id is not None:
         eos.add(eos_token_id)
     check_ids(config, target.vocab)
+    dtype = choose_dtype(config.model.dtype, target, device)
+    about = facts_of(target, dtype, device, in_order=config.engine.reproducible)
     pair = EnginePair(
         config=config,
         target=target,
         drafter=drafter,
         device=device,
-        dtype=choose_dtype(config.model.dtype, target, device),
+        dtype=dtype,
+        limit=limit_of(config.engine.gemm_limit, about),
         method=choose_method(
             config.engine.method, _auto(config.engine.budget), drafter is not None
         ),
@@ -82,6 +87,7 @@ class EnginePair:
     drafter: DrafterDims | None
     device: torch.device
     dtype: DtypeName
+    limit: GemmLimit | None
     method: Method
     eos_token_ids: tuple[int, ...]
     recommended: tuple[str, ...]
@@ -119,7 +125,7 @@ class EnginePair:
             rows=_auto(engine.rows),
             block=1 if self.drafter is None else self.drafter.block,
             vocab=self.target.vocab,
-            gemm_limit=_auto(engine.gemm_limit),
+            gemm_limit=self.limit,
             device=self.device.type,
             num_prompts=num_rows,
         )
@@ -181,7 +187,8 @@ class EnginePair:
         )
 
 
-def _device(name: str) -> torch.device:
+def choose_device(name: str) -> torch.device:
+    """What engine.device means on this machine; ValueError where there is no such device."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     device = torch.device(name)
