@@ -107,7 +107,7 @@ RULES: dict[str, Rule] = {
     "estimate.rows": COUNT,
     "estimate.tokens_per_second": Rule(low=0, is_open=True, is_whole=False),
     "estimate.output_tokens": COUNT,
-    "probe.max_tokens": COUNT,
+    "probe.widest": COUNT,
     "probe.step": COUNT,
     "probe.timeout": COUNT,
 }
@@ -221,9 +221,9 @@ def _check_together(config: Config) -> None:
     if not fullmatch(r"auto|cpu|cuda(:\d+)?", engine.device):
         guess = did_you_mean(engine.device, ("auto", "cpu", "cuda"))
         raise ValueError(f"engine.device={engine.device}: expected auto, cpu, cuda, cuda:N{guess}")
-    if config.probe.step > config.probe.max_tokens:
+    if config.probe.step > config.probe.widest:
         raise ValueError(
-            f"probe.step={config.probe.step} with probe.max_tokens={config.probe.max_tokens}: "
+            f"probe.step={config.probe.step} with probe.widest={config.probe.widest}: "
             "allowed: a step that is no more than that"
         )
     _check_method(config)

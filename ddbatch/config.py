@@ -162,7 +162,7 @@ class StatusConfig:
 class ProbeConfig:
     """job=probe: how many tokens a round may have on this GPU."""
 
-    max_tokens: int = 4096
+    widest: int = 4096  # tokens
     step: int = 64  # how near the answer comes
     timeout: int = 120
 

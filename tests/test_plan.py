@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddbatch.core import CachePlan, PrefillPlan, ShapePlan
+from ddbatch.engine.limits import GemmLimit
 from ddbatch.engine.plan import (
     KEY_STEP,
     MAX_CHUNKS,
@@ -32,7 +33,9 @@ def plan(
     block: int = 16,
     vocab: int = 1000,
     gemm_limit: int | None = None,
+    source: str = "engine.gemm_limit",
     device: str = "cpu",
+    num_prompts: int | None = None,
 ) -> ShapePlan:
     return plan_shapes(
         method,
@@ -41,8 +44,9 @@ def plan(
         rows=rows,
         block=block,
         vocab=vocab,
-        gemm_limit=gemm_limit,
+        gemm_limit=None if gemm_limit is None else GemmLimit(gemm_limit, source),
         device=device,
+        num_prompts=num_prompts,
     )
 
 
@@ -93,6 +97,36 @@ def test_a_limit_below_one_row_of_this_budget_names_the_budget_that_fits() -> No
         plan(budget=16, rows=2, gemm_limit=10)
 
 
+def test_a_refused_plan_names_rows_budget_limit_its_source_and_the_most_rows() -> None:
+    with pytest.raises(ValueError, match="tokens exceed") as caught:
+        plan(budget=6, rows=4, gemm_limit=20, source="job=probe on NVIDIA H200, 2026-12-01")
+    assert str(caught.value) == (
+        "engine.rows=4 x (engine.budget=6 + 1) = 28 tokens exceed engine.gemm_limit=auto, which is "
+        "20 here (job=probe on NVIDIA H200, 2026-12-01); allowed: at most 2 rows for this budget"
+    )
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "rows_and_nodes"),
+    [
+        ("ddtree", {"budget": 8, "rows": None, "gemm_limit": 100}, (11, 9)),
+        ("ddtree", {"budget": None, "rows": None, "gemm_limit": 100}, (5, 17)),  # rows first
+        ("ddtree", {"budget": None, "rows": None, "gemm_limit": 10}, (1, 10)),
+        ("ddtree", {"budget": None, "rows": 20, "gemm_limit": 100}, (20, 5)),
+        ("chain", {"budget": None, "rows": 20, "gemm_limit": 100}, (20, 5)),
+        ("chain", {"budget": None, "rows": None, "gemm_limit": 100}, (6, 16)),
+        ("autoregressive", {"rows": None, "gemm_limit": 20}, (20, 1)),
+        ("ddtree", {"budget": 8, "rows": None, "gemm_limit": 100, "num_prompts": 3}, (3, 9)),
+        ("ddtree", {"budget": None, "rows": None, "gemm_limit": 1152}, (32, 17)),  # room enough
+    ],
+)
+def test_what_is_left_to_the_planner_is_lowered_to_the_limit(
+    method: Method, options: dict[str, int | None], rows_and_nodes: tuple[int, int]
+) -> None:
+    made = plan(method, device="cuda", **options)  # type: ignore[arg-type]
+    assert (made.rows, made.nodes) == rows_and_nodes
+
+
 @given(
     method=METHODS,
     budget=st.none() | st.integers(1, 300),
@@ -101,6 +135,8 @@ def test_a_limit_below_one_row_of_this_budget_names_the_budget_that_fits() -> No
     vocab=st.integers(1, 200),
     limit=st.integers(1, 3000),
     topk=st.none() | st.integers(1, 100),
+    num_prompts=st.none() | st.integers(0, 40),
+    device=st.sampled_from(["cpu", "cuda"]),
 )
 def test_no_plan_exceeds_its_limit(
     method: Method,
@@ -110,17 +146,27 @@ def test_no_plan_exceeds_its_limit(
     vocab: int,
     limit: int,
     topk: int | None,
+    num_prompts: int | None,
+    device: str,
 ) -> None:
-    options = {"budget": budget, "rows": rows, "block": block, "vocab": vocab, "topk": topk}
-    whole = plan(method, **options)
-    if whole.rows * whole.nodes > limit:
-        most_rows, most_budget = limit // whole.nodes, max(0, limit // whole.rows - 1)
-        allowed = f"{most_rows} rows" if most_rows else f"budget of at most {most_budget}"
-        with pytest.raises(ValueError, match=allowed) as caught:
-            plan(method, **options, gemm_limit=limit)
-        assert f"engine.gemm_limit={limit}" in str(caught.value)
+    """A plan that fits stays as it is; of others only what was asked for by number is refused."""
+    options = {"block": block, "vocab": vocab, "topk": topk, "num_prompts": num_prompts}
+    whole = plan(method, budget=budget, rows=rows, device=device, **options)
+    # No fewer rows than are asked for, and no tree with less than one draft.
+    least_rows = 1 if rows is None else rows
+    least_nodes = whole.nodes if budget is not None else min(whole.nodes, 2)
+    if least_rows * least_nodes > limit:
+        with pytest.raises(ValueError, match=f"engine.gemm_limit={limit}; allowed: .*at most"):
+            plan(method, budget=budget, rows=rows, device=device, gemm_limit=limit, **options)
     else:
-        assert plan(method, **options, gemm_limit=limit) == whole
+        made = plan(method, budget=budget, rows=rows, device=device, gemm_limit=limit, **options)
+        assert made.rows * made.nodes <= limit
+        assert made.rows == whole.rows or rows is None
+        assert made.nodes == whole.nodes or budget is None
+        if whole.rows * whole.nodes <= limit:
+            assert made == whole
+        elif rows is None and made.nodes == whole.nodes:
+            assert (made.rows + 1) * made.nodes > limit  # no lower than it must be
     if budget is not None:
         assert whole.nodes <= budget + 1
     assert whole.draft_depth < block

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from ddbatch.core import Key, ShapePlan, TokenPrompt
-from ddbatch.engine.admit import admit
 from ddbatch.engine.build import build
 from ddbatch.engine.numerics import (
     FLOAT32_GAP,
@@ -197,9 +196,10 @@ def _seat(state: RoundState, texts: Sequence[_Text], programs: Programs, shape: 
         call = pieces[first : first + plan.chunks]
         put_pieces(state, call)
         programs.prefill(shape, plan.chunks if plan.is_fixed else len(call))
-    admit(state)
-    assert state.slot_B.tolist() == list(range(rows)), state.slot_B
-    text_B = torch.arange(rows, device=device) % len(texts)
+    # The ready ring is left out: it has no place for prompts whose first scores are no numbers.
+    state.slot_B.copy_(torch.arange(rows, device=device))
+    state.active_B.fill_(True)
+    text_B = state.slot_B % len(texts)
     anchors = torch.tensor([text.anchor for text in texts], device=device)
     state.anchor_S[:rows] = anchors[text_B]
     for place_BDM, parts in (
@@ -220,12 +220,13 @@ def _judge(target: Target, state: RoundState, texts: Sequence[_Text]) -> WidthEr
         token_RN, parent_RN = state.tree.token_BN[own], state.tree.parent_BN[own]
         is_same &= bool((token_RN == token_RN[:1]).all() and (parent_RN == parent_RN[:1]).all())
         tokens, parents = token_RN[0].tolist(), parent_RN[0].tolist()
-        exact_NV, rounded_NV = (
-            _node_scores(Oracle(target, dtype=dtype), text.prompt_ids, tokens, parents)
-            for dtype in (torch.float32, target.embed.dtype)
-        )
-        plain.append(_errors(rounded_NV[None], exact_NV))
-        engine.append(_errors(state.scores_BNV[own], exact_NV[-len(tokens) :]))
+        scores_TV = {
+            dtype: _node_scores(Oracle(target, dtype=dtype), text.prompt_ids, tokens, parents)
+            for dtype in {torch.float32, target.embed.dtype}
+        }
+        exact_TV, rounded_TV = scores_TV[torch.float32], scores_TV[target.embed.dtype]
+        plain.append(_errors(rounded_TV[None], exact_TV))
+        engine.append(_errors(state.scores_BNV[own], exact_TV[-len(tokens) :]))
     worst = float(torch.stack([errors.max() for errors in engine]).max())
     return WidthErrors(
         target.embed.dtype == torch.float32,

@@ -64,7 +64,7 @@ def _open(config: Config) -> tuple[Task, Facts]:
 
 def _search(config: Config, task: Task, command: Sequence[str]) -> list[Tried]:
     """Try candidates until the limit lies between two of them; RunError where the first fails."""
-    search, found = Search(config.probe.step, config.probe.max_tokens), list[Tried]()
+    search, found = Search(config.probe.step, config.probe.widest), list[Tried]()
     while (tokens := search.next()) is not None:
         one = try_candidate(replace(task, tokens=tokens), config.probe.timeout, command)
         say(f"probe: {tokens:,} tokens: {one.outcome} ({duration(one.seconds)}): {one.detail}")

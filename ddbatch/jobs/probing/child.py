@@ -42,7 +42,7 @@ def main(text: str) -> int:
     task = Task(**json.loads(text))
     set_numerics()
     dims, device = reduced(read_target_dims(Path(task.model))), torch.device(task.device)
-    if device.type == "cuda":
+    if device.index is not None:
         torch.cuda.set_device(device)
     try:
         target = random_target(dims, getattr(torch, task.dtype), device, in_order=task.in_order)
