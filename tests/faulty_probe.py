@@ -28,6 +28,9 @@ def plant(fault: str, tokens: int) -> None:
                 os.kill(os.getpid(), signal.SIGABRT)
             elif fault == "cuda":
                 raise RuntimeError("CUDA error: an illegal memory access was encountered\n(hints)")
+            elif fault == "beyond":  # as a broken kernel does: the device's context is lost
+                beyond = torch.tensor([1 << 20], device=act_TF.device)
+                torch.zeros(4, device=act_TF.device)[beyond].sum().item()
             elif fault == "memory":
                 raise RuntimeError("CUDA out of memory. Tried to allocate 20 GiB")
             elif fault == "hang":

@@ -177,10 +177,14 @@ def test_a_cache_home_that_is_no_whole_path_is_not_used(
         assert stat.S_IMODE(file.stat().st_mode) & 0o077 == 0
 
 
-def test_a_run_keeps_to_what_was_found_and_says_where_it_comes_from(pair: Path) -> None:
+def test_a_run_keeps_to_what_was_found_and_says_where_it_comes_from(
+    pair: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert opened(pair).plan(None).rows == 8
+    assert "lowered" not in capsys.readouterr().err
     keep_answer(facts_here(pair), ANSWER)
     found = opened(pair)
+    assert "note: the plan is lowered to engine.gemm_limit=auto" in capsys.readouterr().err
     assert found.plan(None).rows * found.plan(None).nodes <= 20
     assert found.plan(None).nodes == opened(pair, gemm_limit=None).plan(None).nodes
     with pytest.raises(ValueError, match="28 tokens exceed") as caught:

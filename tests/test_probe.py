@@ -4,13 +4,18 @@ below it afterwards."""
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
 import sys
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
+from conftest import KERNEL_DEVICE
 from fake import write_tokenizer
 from faulty_probe import plant
+from interpreted import use_kernels
 from tiny import write_target
 
 from ddbatch.__main__ import main
@@ -46,11 +51,18 @@ def model(tmp_path: Path) -> Path:
 
 
 def probe(
-    model: Path, fault: str, tokens: int, *, step: int, widest: int, timeout: int = 300
+    model: Path,
+    fault: str,
+    tokens: int,
+    *,
+    step: int,
+    widest: int,
+    timeout: int = 300,
+    device: str = "cpu",
 ) -> int:
     """The job, with candidates that break beyond so many tokens."""
     config = Config(job="probe")
-    config.model.path, config.engine.device = str(model), "cpu"
+    config.model.path, config.engine.device = str(model), device
     config.probe.step, config.probe.widest, config.probe.timeout = step, widest, timeout
     return run(config, [sys.executable, FAULTY, fault, str(tokens)])
 
@@ -69,24 +81,22 @@ def held(cache: Path) -> dict[str, object]:
     return found
 
 
-@pytest.mark.parametrize("breaks_at", [*range(2, 40), 63, 64, 65, 99, 100, 101])
 @pytest.mark.parametrize(("step", "most"), [(1, 100), (3, 100), (8, 64), (64, 64), (7, 50)])
-def test_the_search_ends_less_than_a_step_below_what_breaks(
-    step: int, most: int, breaks_at: int
-) -> None:
-    search, tried = Search(step, most), list[int]()
-    while (tokens := search.next()) is not None:
-        assert tokens not in tried
-        assert 1 <= tokens <= most
-        tried.append(tokens)
-        search.tell(tokens, is_sound=tokens < breaks_at)
-    if breaks_at <= step:
-        assert (search.works, tried) == (0, [step])
-    elif breaks_at > most:
-        assert (search.works, search.fails) == (most, None)
-    else:
-        assert search.works < breaks_at <= search.works + step
-    assert len(tried) <= 16
+def test_the_search_ends_less_than_a_step_below_what_breaks(step: int, most: int) -> None:
+    for breaks_at in range(2, most + 3):
+        search, tried = Search(step, most), list[int]()
+        while (tokens := search.next()) is not None:
+            assert tokens not in tried
+            assert 1 <= tokens <= most
+            tried.append(tokens)
+            search.tell(tokens, is_sound=tokens < breaks_at)
+        if breaks_at <= step:
+            assert (search.works, tried) == (0, [step])
+        elif breaks_at > most:
+            assert (search.works, search.fails) == (most, None)
+        else:
+            assert search.works < breaks_at <= search.works + step
+        assert len(tried) <= 16
 
 
 def test_a_crash_is_found_within_a_step_and_kept(
@@ -121,6 +131,20 @@ def test_the_answer_is_printed_and_the_next_run_keeps_to_it(
     assert "allowed: at most 32 rows for this budget" in error
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gpus_fault_in_a_captured_round_is_found(
+    dtype: torch.dtype, tmp_path: Path, cache: Path, capsys: Captured
+) -> None:
+    folder = write_target(tmp_path / "target", head_width=16, vocab=300, dtype=dtype)
+    assert probe(folder, "beyond", 75, step=32, widest=128, device="cuda") == ExitCode.DONE
+    found = verdicts(capsys)
+    assert {tokens for tokens, text in found.items() if text.startswith("ok")} == {32, 64}
+    assert "CUDA error" in found[96] + found[128]
+    assert held(cache)["tokens"] == 64
+
+
 def test_a_hang_is_cut_off_and_is_a_limit(model: Path, cache: Path, capsys: Captured) -> None:
     assert probe(model, "hang", 64, step=64, widest=128, timeout=30) == ExitCode.DONE
     found = verdicts(capsys)
@@ -138,7 +162,9 @@ def test_short_memory_is_no_limit(model: Path, cache: Path, capsys: Captured) ->
 
 
 def test_a_model_that_fails_at_once_leaves_no_answer(model: Path, cache: Path) -> None:
-    with pytest.raises(RunError, match=r"16 tokens fails already: crashed, 16 x 1: .*\(hints\)"):
+    with pytest.raises(
+        RunError, match=r"16 tokens fails already: crashed, 16 x 1: Runtime.*memory"
+    ):
         probe(model, "cuda", 1, step=16, widest=32)
     assert not cache.exists()
 
@@ -160,6 +186,7 @@ def test_the_command_needs_a_model_alone_and_makes_no_folder(
     [
         (["probe.step=8", "probe.widest=4"], "probe.step=8 with probe.widest=4"),
         (["probe.timeout=0"], "probe.timeout=0: expected an integer >= 1"),
+        (["engine.reproducible=true"], "engine.reproducible=true needs a CUDA device"),
         (["model.path=nowhere"], "model.path=nowhere: no such folder"),
     ],
 )
@@ -167,7 +194,7 @@ def test_what_cannot_be_probed_is_refused(
     options: list[str], message: str, model: Path, capsys: Captured
 ) -> None:
     given = [] if options[0].startswith("model") else [f"model.path={model}"]
-    assert main(["job=probe", *given, *options]) == ExitCode.USAGE
+    assert main(["job=probe", "engine.device=cpu", *given, *options]) == ExitCode.USAGE
     assert message in capsys.readouterr().err
 
 
@@ -190,7 +217,11 @@ WHERE = json.dumps({"rows": 3, "nodes": 5})
         (say(WHERE, SOUND.replace("1.4", "NaN")), "wrong values", "error nan, allowed 1.5"),
         (say(WHERE, SOUND.replace("3.9", "Infinity")), "wrong values", "off by inf"),
         (say(WHERE), "crashed", "3 x 5: exit code 0"),  # it said nothing of what it found
-        (say("", then="raise ValueError('no\\nsuch')"), "crashed", "before its first round: such"),
+        (
+            say("", then="raise ValueError('no\\nsuch')"),
+            "crashed",
+            "before its first round: ValueError: no",
+        ),
         (say(WHERE, then="import os; os.kill(os.getpid(), 11)"), "crashed", "3 x 5: SIGSEGV"),
         (say(WHERE, then="import os; os.kill(os.getpid(), 9)"), "no memory", "killed from outside"),
         (say(WHERE, then="import time; time.sleep(99)"), "timed out", "3 x 5: not done after 4 s"),
@@ -206,27 +237,51 @@ def test_what_a_process_says_and_its_end_make_the_verdict(
     assert detail in found.detail
 
 
-def widths(vocab: int) -> list[ShapePlan]:
-    """One row, odd ones, more than there are texts; plain and with trees."""
-    return [
-        plan_shapes(
-            "ddtree" if budget else "autoregressive",
-            budget=budget,
-            topk=None,
-            rows=rows,
-            block=16,
-            vocab=vocab,
-            gemm_limit=None,
-            device="cpu",
-        )
-        for rows, budget in ((1, 0), (35, 0), (1, 16), (3, 7), (35, 2))
-    ]
+class Interrupted(subprocess.Popen[str]):
+    """A process whose parent is interrupted as soon as it waits for it."""
+
+    made: ClassVar[list[subprocess.Popen[str]]] = []
+
+    def communicate(
+        self, input: str | None = None, timeout: float | None = None
+    ) -> tuple[str, str]:
+        if self not in self.made:
+            self.made.append(self)
+            raise KeyboardInterrupt
+        return super().communicate(input, timeout)
+
+
+def test_who_is_interrupted_leaves_no_process_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subprocess, "Popen", Interrupted)
+    task = Task("model", "cpu", "float32", 15, None, in_order=False, is_captured=False)
+    with pytest.raises(KeyboardInterrupt):
+        try_candidate(task, 300, say(then="import time; time.sleep(300)"))
+    (process,) = Interrupted.made
+    assert process.returncode == -signal.SIGKILL
+
+
+def plan_of(rows: int, budget: int, vocab: int) -> ShapePlan:
+    return plan_shapes(
+        "ddtree" if budget else "autoregressive",
+        budget=budget,
+        topk=None,
+        rows=rows,
+        block=16,
+        vocab=vocab,
+        gemm_limit=None,
+        device="cpu",
+    )
+
+
+# Rows and budget: one row, odd ones, more than there are texts; plain and with trees.
+WIDTHS = ((1, 0), (35, 0), (1, 16), (3, 7), (35, 2))
 
 
 def errors_of(folder: Path, dtype: torch.dtype) -> list[WidthErrors]:
     dims = reduced(read_target_dims(folder))
     target = random_target(dims, dtype, torch.device("cpu"))
-    return [measure_width(target, plan, is_captured=False) for plan in widths(dims.vocab)]
+    plans = [plan_of(rows, budget, dims.vocab) for rows, budget in WIDTHS]
+    return [measure_width(target, plan, is_captured=False) for plan in plans]
 
 
 @pytest.mark.parametrize(
@@ -249,6 +304,16 @@ def test_a_sound_engine_passes_at_any_width(
         for found in errors_of(folder, dtype):
             assert found.is_sound, (dtype, found)
             assert (found.plain < FLOAT32_GAP) == (dtype == torch.float32)
+
+
+@pytest.mark.skipif(KERNEL_DEVICE != "cpu", reason="on a GPU candidates run the kernels")
+def test_the_kernels_pass_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_target(tmp_path, family="qwen3", vocab=29, window=7, full_layers=1)
+    use_kernels(monkeypatch)
+    dims = reduced(read_target_dims(folder))
+    target = random_target(dims, torch.float32, torch.device("cpu"))
+    for plan in (plan_of(2, 0, dims.vocab), plan_of(2, 5, dims.vocab)):
+        assert measure_width(target, plan, is_captured=False).is_sound
 
 
 @pytest.mark.parametrize("fault", ["wrong", "nan"])

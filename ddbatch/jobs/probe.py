@@ -34,7 +34,6 @@ def run(config: Config, command: Sequence[str] = COMMAND) -> int:
     check_model_folder("model.path", config.model.path)
     task, about = _open(config)
     tried = _search(config, task, command)
-    say("")
     tell(_table(tried))
     answer = _answer(tried, about.device)
     file = keep_answer(about, answer)
@@ -48,6 +47,12 @@ def _open(config: Config) -> tuple[Task, Facts]:
     """What candidates have in common (of no tokens yet), and what the answer depends on."""
     engine, device = config.engine, choose_device(config.engine.device)
     is_gpu = device.type == "cuda"
+    for name, is_on in (("capture", engine.capture is True), ("reproducible", engine.reproducible)):
+        if is_on and not is_gpu:
+            raise ValueError(
+                f"engine.{name}=true needs a CUDA device, and candidates run on the CPU; allowed: "
+                "false"
+            )
     dims = read_target_dims(Path(config.model.path))
     dtype = choose_dtype(config.model.dtype, dims, device)
     task = Task(

@@ -6,7 +6,7 @@ about text, files of prompts or parts.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -62,7 +62,9 @@ def open_pair(config: Config, eos_token_id: int | None) -> EnginePair:
         eos_token_ids=tuple(sorted(eos)),
         recommended=advice.recommended,
     )
-    pair.plan(None)  # a plan above a limit is refused now
+    # A plan above a limit is refused now.
+    if pair.plan(None) != replace(pair, limit=None).plan(None):
+        say(f"note: the plan is lowered to {pair.limit}")
     if config.engine.capture is True and device.type == "cpu":
         raise ValueError(
             "engine.capture=true: CUDA graphs need a CUDA device, and the run decodes on the CPU; "

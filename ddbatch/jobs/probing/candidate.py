@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -97,9 +98,15 @@ def _judge(code: int, out: str, err: str, late: float | None) -> tuple[Outcome, 
     if code < 0:
         return "crashed", f"{where}: {signal.Signals(-code).name}"
     if code or not found:
-        last = err.strip().splitlines()[-1:] or [f"exit code {code}"]
-        return "crashed", f"{where}: {one_line(last[0], 160)}"
+        return "crashed", f"{where}: {one_line(_reason(err) or f'exit code {code}', 160)}"
     return "ok", "; ".join(found)
+
+
+def _reason(err: str) -> str:
+    """The line of a traceback that names the error; CUDA's go on with advice below it."""
+    lines = err.strip().splitlines()
+    named = [line for line in lines if re.match(r"[\w.]+(Error|Exception)\b", line)]
+    return (named or lines or [""])[-1]
 
 
 def _lines(out: str) -> list[object]:
