@@ -95,6 +95,12 @@ class CachePlan:
     max_len: int
     key_counts: tuple[int, ...]
 
+    def num_keys(self, length: int) -> int:
+        """Keys that attention looks at for sequences of up to so many tokens; no sequence has more
+        than the last count."""
+        counts = self.key_counts
+        return next((count for count in counts if count >= length), counts[-1])
+
 
 @dataclass(frozen=True)
 class PrefillPlan:
@@ -228,8 +234,8 @@ class Completion:
     token_ids include the stop token, or the token that completed a stop string, when finish_reason
     is "stop"; one of stop_token_id and stop_string says which it was. logprobs: None where
     sampling.logprobs is off. accepted: drafted tokens kept per round, bonus excluded. depth:
-    deepest node offered per round. drafted: tree nodes offered in every round (the budget in
-    force). seconds: from admission to the last round.
+    deepest node offered per round. drafted: tree nodes offered per round (the budget in force, 0 of
+    plain decoding). seconds: from admission to the last round.
     """
 
     key: Key
@@ -238,7 +244,7 @@ class Completion:
     stop_token_id: int | None
     accepted: tuple[int, ...]
     depth: tuple[int, ...]
-    drafted: int
+    drafted: tuple[int, ...]
     seconds: float
     slot: int
     stop_string: str | None = None
@@ -260,11 +266,13 @@ class Rejected:
 class EngineStats:
     """Counters of an engine, since the weights were loaded. row_rounds: rounds x rows;
     live_row_rounds: those that emitted tokens; output_tokens: of finished sequences and of those in
-    flight; prefill_seconds: of the device, in prefill calls whose record was read."""
+    flight; round_tokens: those that rounds emitted, not prefill; prefill_seconds: of the device, in
+    prefill calls whose record was read."""
 
     rounds: int = 0
     row_rounds: int = 0
     live_row_rounds: int = 0
     output_tokens: int = 0
     prompt_tokens: int = 0
+    round_tokens: int = 0
     prefill_seconds: float = field(default=0.0, compare=False)  # a time is no fact of a run

@@ -17,7 +17,7 @@ from ddbatch.core import (
     TokenPrompt,
 )
 from ddbatch.engine.engine import Engine
-from ddbatch.engine.plan import choose_method, plan_cache, plan_shapes
+from ddbatch.engine.plan import choose_methods, plan_cache, plan_shapes
 from ddbatch.engine.programs import GraphPool
 from ddbatch.models.decoder import Target
 from ddbatch.models.dflash import DFlash
@@ -46,7 +46,7 @@ def make_engine(
     """An engine for this method, captured on a GPU; the drafter is left out where the method needs
     none."""
     device = target.embed.device.type
-    name = choose_method(method, budget, drafter is not None)
+    name = choose_methods(method, budget, drafter is not None)[0]
     plan = plan_shapes(
         name,
         budget=budget,
@@ -55,7 +55,6 @@ def make_engine(
         block=block or (drafter.dims.block if drafter else 1),
         vocab=target.dims.vocab,
         gemm_limit=None,
-        device=device,
     )
     cache_plan = plan_cache(rows, max_len=max_len, page=page, device=device)
     if pages is not None:  # fewer than the slots could fill

@@ -98,6 +98,8 @@ class FakeDecoder:
         self._results: list[Completion | Rejected] = []
         self._figures = [0, 0, 0, 0]
         self.about: dict[str, object] = {}
+        self.found: dict[str, object] = {}
+        self.choice: str | None = None
         self.plan = ShapePlan(rows=options.rows, nodes=5, block=4, draft_depth=3, topk=4)
         self.max_len = 0
         self.notes: list[str] = []
@@ -148,6 +150,10 @@ class FakeDecoder:
                 self._live.remove(sequence)
                 self._results.append(self._result(sequence))
 
+    @property
+    def rounds(self) -> dict[ShapePlan, int]:
+        return {self.plan: self._figures[0]}
+
     def collect(self) -> Iterator[Completion | Rejected]:
         while self._results:
             yield self._results.pop()
@@ -187,7 +193,7 @@ class FakeDecoder:
             stop_token_id=last if is_stop_id else None,
             accepted=tuple(sequence.accepted),
             depth=(3,) * len(sequence.accepted),
-            drafted=4,
+            drafted=(4,) * len(sequence.accepted),
             seconds=0.5,
             slot=0,
             stop_string=sequence.stop_string,

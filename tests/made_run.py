@@ -136,7 +136,7 @@ def finished_row(key: Key, chance: random.Random) -> FinishedRow:
             stop_token_id=None if is_cut else 1,
             accepted=tuple(accepted),
             depth=tuple(max(kept, chance.randrange(DRAFTED)) for kept in accepted),
-            drafted=DRAFTED,
+            drafted=(DRAFTED,) * len(accepted),
             seconds=0.5,
             slot=0,
         ),

@@ -178,7 +178,6 @@ def plan_of(
         block=drafter.dims.block,
         vocab=target.dims.vocab,
         gemm_limit=None,
-        device=target.embed.device.type,
     )
 
 

@@ -177,7 +177,6 @@ def make_engine(
         block=arm.block or pair.drafter.dims.block,
         vocab=pair.target.dims.vocab,
         gemm_limit=None,
-        device=device,
     )
     prefill = plan_prefill(arm.rows, device)
     return Engine(
@@ -215,8 +214,7 @@ def make_steady(engine: Engine, context: int, max_new_tokens: int, own: Sampling
 def shape_now(engine: Engine, own: Sampling) -> RoundShape:
     """The shape of a round of the sequences in flight, which all draw like this."""
     longest = int(engine.state.length_S.max())
-    num_keys = next(count for count in engine.cache_plan.key_counts if count >= longest)
-    return RoundShape(num_keys, draw_kind([own]))
+    return RoundShape(engine.cache_plan.num_keys(longest), draw_kind([own]))
 
 
 def keep_state(state: RoundState) -> Run:

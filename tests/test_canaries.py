@@ -38,7 +38,6 @@ def test_the_ladder_and_the_edges_leave_out_no_shape_and_few_are_long(
 def test_canaries_refill_every_slot_twice_with_longer_and_shorter_prompts(rows: int) -> None:
     plan = plan_shapes(
         "autoregressive", budget=0, topk=None, rows=rows, block=1, vocab=VOCAB, gemm_limit=None,
-        device="cuda",
     )  # fmt: skip
     cache_plan = plan_cache(rows, max_len=300, page=None, device="cuda")
     free, lengths = deque(range(cache_plan.slots)), [list[int]() for _ in range(cache_plan.slots)]

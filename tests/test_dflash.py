@@ -17,10 +17,11 @@ from safetensors.torch import load_file
 from tiny import load_tiny_pair, read_drafter
 from torch import Tensor
 
+from ddbatch.engine.allocate import allocate_states
 from ddbatch.engine.commit import append_context
 from ddbatch.engine.draft import draft
 from ddbatch.engine.plan import plan_cache, plan_prefill, plan_shapes
-from ddbatch.engine.state import RoundState, allocate_state, cell_of
+from ddbatch.engine.state import RoundState, cell_of
 from ddbatch.models.decoder import Target
 from ddbatch.models.dflash import DFlash
 from ddbatch.models.layers import LayerKeys, Planes
@@ -274,11 +275,10 @@ def fill_state(trio: Trio, features: list[Tensor], anchors: list[int], topk: int
         block=dims.block,
         vocab=trio.target.dims.vocab,
         gemm_limit=None,
-        device="cpu",
     )
     cache_plan = plan_cache(rows, max_len=24, page=4, device="cpu")
-    state = allocate_state(
-        plan,
+    (state,) = allocate_states(
+        [plan],
         cache_plan,
         plan_prefill(rows, "cpu"),
         target=trio.target.dims,

@@ -214,7 +214,7 @@ def test_a_cut_leaves_the_rounds_that_emitted_what_is_left(
         None,
         tuple(accepted),
         (4,) * len(accepted),
-        7,
+        (7,) * len(accepted),
         0.5,
         0,
         None,
@@ -223,6 +223,7 @@ def test_a_cut_leaves_the_rounds_that_emitted_what_is_left(
     end = data.draw(st.integers(1, emitted))
     ours = cut(done, StopMatch("x", end))
     assert ours.token_ids == tuple(range(end))
+    assert len(ours.drafted) == len(ours.depth) == len(ours.accepted)
     assert ours.logprobs is not None
     assert len(ours.logprobs.token) == len(ours.logprobs.top) == end
     assert sum(ours.accepted) + len(ours.accepted) - (end - 1) in ((0, 1) if end > 1 else (0,))

@@ -137,7 +137,7 @@ def test_what_is_taken_a_record_at_a_time_is_what_one_finds_row_by_row(
             facts = read_record(copies, number, SLOTS, "round")
             if is_round:
                 assert ours.num_rounds(facts.slot_L).tolist() == before
-                ours.take_round(facts)
+                ours.take_round(facts, 2)
             else:
                 ours.take(facts)
                 for own in filter(None, program):
@@ -208,9 +208,9 @@ def test_a_record_of_something_else_is_refused_and_taken_in_nowhere(
     sound = [list(line) for line in lines]
     change(lines)
     with pytest.raises(RunError, match=said):
-        histories.take_round(facts_of(lines))
+        histories.take_round(facts_of(lines), 2)
     assert [histories.token_ids(slot) for slot in range(3)] == [[7]] * 3
-    histories.take_round(facts_of(sound))
+    histories.take_round(facts_of(sound), 2)
     assert histories.num_rounds(np.arange(3)).tolist() == [1] * 3
 
 
@@ -220,9 +220,9 @@ def test_a_sequence_that_has_left_its_slot_is_stale() -> None:
     for generation in (5, -1, 0):
         lines[1][Fact.GENERATION] = generation
         with pytest.raises(RunError, match=f"sequence {generation} of slot 1 where None is seated"):
-            histories.take_round(facts_of(lines))
+            histories.take_round(facts_of(lines), 2)
     del lines[1]
-    histories.take_round(facts_of(lines))
+    histories.take_round(facts_of(lines), 2)
     histories.open(placed_at(1, generation=6))
     assert histories.token_ids(1) == []
     assert histories.num_loaded == 2  # its prompt is not launched yet

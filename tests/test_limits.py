@@ -7,15 +7,20 @@ import stat
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from tiny import write_cli_pair
 
 from ddbatch.config import Config
-from ddbatch.core import RunError
+from ddbatch.core import RunError, ShapePlan
 from ddbatch.engine.limits import GemmLimit, ProbeAnswer, known_limit, resolve_limit
+from ddbatch.engine.plan import Method
 from ddbatch.jobs.generating.decoding import EnginePair, open_pair
+from ddbatch.jobs.generating.planning import Wish
 from ddbatch.jobs.probing.answers import Facts, facts_of, keep_answer, read_answer
 from ddbatch.models.families import read_target_dims
 
@@ -47,6 +52,12 @@ def opened(pair: Path, **engine: int | str | None) -> EnginePair:
     for name, value in engine.items():
         setattr(config.engine, name, value)
     return open_pair(config, None)
+
+
+def plan_of(pair: EnginePair) -> ShapePlan:
+    """What serves where nothing is measured."""
+    wished = pair.wish(None)
+    return wished.shape(wished.rows)
 
 
 def test_the_table_knows_the_absorb_step_of_mla_on_a_b300_and_nothing_else() -> None:
@@ -180,16 +191,76 @@ def test_a_cache_home_that_is_no_whole_path_is_not_used(
 def test_a_run_keeps_to_what_was_found_and_says_where_it_comes_from(
     pair: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert opened(pair).plan(None).rows == 8
+    assert plan_of(opened(pair)).rows == 8
     assert "lowered" not in capsys.readouterr().err
     keep_answer(facts_here(pair), ANSWER)
-    found = opened(pair)
+    found = plan_of(opened(pair))
     assert "note: the plan is lowered to engine.gemm_limit=auto" in capsys.readouterr().err
-    assert found.plan(None).rows * found.plan(None).nodes <= 20
-    assert found.plan(None).nodes == opened(pair, gemm_limit=None).plan(None).nodes
+    assert found.rows * found.nodes <= 20
+    assert found.nodes == plan_of(opened(pair, gemm_limit=None)).nodes
     with pytest.raises(ValueError, match="28 tokens exceed") as caught:
         opened(pair, rows=4, budget=6)
     assert "which is 20 here (job=probe on a CPU" in str(caught.value)
     assert "2026-12-01); allowed: at most 2 rows" in str(caught.value)
-    assert opened(pair, rows=4, budget=6, gemm_limit=None).plan(None).rows == 4
-    assert opened(pair, rows=4, budget=6, gemm_limit=28).plan(None).rows == 4
+    assert plan_of(opened(pair, rows=4, budget=6, gemm_limit=None)).rows == 4
+    assert plan_of(opened(pair, rows=4, budget=6, gemm_limit=28)).rows == 4
+
+
+METHODS: list[tuple[Method, ...]] = [
+    ("ddtree", "chain", "autoregressive"),
+    ("ddtree",),
+    ("chain",),
+    ("autoregressive",),
+]
+
+
+def wish(methods: tuple[Method, ...], budget: int | None, limit: int, **changes: Any) -> Wish:
+    options = {"block": 16, "vocab": 200, "rows": 512, "has_ladder": True, "topk": None}
+    source = GemmLimit(limit, "test")
+    return Wish(methods, budget, limit=source, device="cuda", **(options | changes))
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ((METHODS[0], 8, 100, {}), 11),
+        ((METHODS[1], None, 100, {"has_ladder": False}), 5),  # rows before the budget
+        ((METHODS[1], None, 10, {"has_ladder": False}), 1),
+        ((METHODS[2], None, 100, {"has_ladder": False}), 6),
+        ((METHODS[3], None, 20, {}), 20),
+        ((METHODS[0], None, 100, {}), 100),  # plain decoding may serve
+        ((METHODS[1], 8, 100, {"rows": 3}), 3),
+        ((METHODS[1], None, 9999, {"rows": 32}), 32),
+    ],
+)
+def test_rows_that_are_left_to_the_planner_are_lowered_to_the_limit(
+    options: tuple[tuple[Method, ...], int | None, int, dict[str, Any]], expected: int
+) -> None:
+    *given_, changes = options
+    assert wish(*given_, **changes).fitted().rows == expected
+
+
+@given(
+    methods=st.sampled_from(METHODS),
+    budget=st.none() | st.integers(1, 300),
+    limit=st.integers(1, 3000),
+    rows=st.integers(1, 600),
+    memory=st.floats(0, 1),
+    block=st.integers(2, 32),
+    vocab=st.integers(1, 200),
+    topk=st.none() | st.integers(1, 100),
+    has_ladder=st.booleans(),
+)
+def test_no_plan_of_a_run_exceeds_its_limit(
+    methods: tuple[Method, ...], budget: int | None, limit: int, memory: float, **options: Any
+) -> None:
+    """Rows are the planner's, and memory leaves any number of them."""
+    wished = wish(methods, None if methods == ("autoregressive",) else budget, limit, **options)
+    try:
+        fitted = wished.fitted()
+    except ValueError as error:
+        assert "engine.rows=1 x" in str(error)  # noqa: PT017 - a budget beyond the limit alone
+        return
+    assert fitted.rows <= wished.rows
+    for plan in fitted.plans(max(1, round(memory * fitted.rows))):
+        assert plan.rows * plan.nodes <= limit

@@ -15,10 +15,12 @@ from ddbatch.engine.plan import (
     MIN_KEYS_CUDA,
     USUAL_CHUNKS,
     Method,
-    choose_method,
+    auto_rows,
+    choose_methods,
     plan_cache,
     plan_prefill,
     plan_shapes,
+    rows_under,
 )
 
 METHODS = st.sampled_from(["ddtree", "chain", "autoregressive"])
@@ -29,13 +31,11 @@ def plan(
     *,
     budget: int | None = None,
     topk: int | None = None,
-    rows: int | None = 3,
+    rows: int = 3,
     block: int = 16,
     vocab: int = 1000,
     gemm_limit: int | None = None,
     source: str = "engine.gemm_limit",
-    device: str = "cpu",
-    num_prompts: int | None = None,
 ) -> ShapePlan:
     return plan_shapes(
         method,
@@ -45,26 +45,34 @@ def plan(
         block=block,
         vocab=vocab,
         gemm_limit=None if gemm_limit is None else GemmLimit(gemm_limit, source),
-        device=device,
-        num_prompts=num_prompts,
     )
 
 
 @pytest.mark.parametrize(
     ("method", "budget", "has_drafter", "chosen"),
     [
-        ("auto", None, True, "ddtree"),
-        ("auto", None, False, "autoregressive"),
-        ("auto", 0, True, "autoregressive"),
-        ("chain", None, True, "chain"),
-        ("ddtree", 8, True, "ddtree"),
-        ("autoregressive", None, True, "autoregressive"),
+        ("auto", None, True, ("ddtree", "chain", "autoregressive")),
+        ("auto", 8, True, ("ddtree",)),
+        ("auto", None, False, ("autoregressive",)),
+        ("auto", 0, True, ("autoregressive",)),
+        ("chain", None, True, ("chain",)),
+        ("ddtree", 8, True, ("ddtree",)),
+        ("ddtree", None, True, ("ddtree",)),
+        ("autoregressive", None, True, ("autoregressive",)),
     ],
 )
-def test_auto_means_the_tree_where_there_is_a_drafter(
-    method: str, budget: int | None, has_drafter: bool, chosen: Method
+def test_auto_leaves_every_method_open_where_there_is_a_drafter(
+    method: str, budget: int | None, has_drafter: bool, chosen: tuple[Method, ...]
 ) -> None:
-    assert choose_method(method, budget, has_drafter) == chosen
+    assert choose_methods(method, budget, has_drafter) == chosen
+
+
+def test_rows_that_nobody_asks_for_are_no_more_than_the_prompts() -> None:
+    assert auto_rows("cpu", None, has_ladder=False) == 8
+    assert auto_rows("cuda", None, has_ladder=False) == 32
+    assert auto_rows("cuda", None, has_ladder=True) == 512
+    assert auto_rows("cuda", 7, has_ladder=True) == 7
+    assert auto_rows("cpu", 0, has_ladder=False) == 1
 
 
 @pytest.mark.parametrize(
@@ -107,66 +115,61 @@ def test_a_refused_plan_names_rows_budget_limit_its_source_and_the_most_rows() -
 
 
 @pytest.mark.parametrize(
-    ("method", "options", "rows_and_nodes"),
+    ("method", "rows", "limit", "nodes"),
     [
-        ("ddtree", {"budget": 8, "rows": None, "gemm_limit": 100}, (11, 9)),
-        ("ddtree", {"budget": None, "rows": None, "gemm_limit": 100}, (5, 17)),  # rows first
-        ("ddtree", {"budget": None, "rows": None, "gemm_limit": 10}, (1, 10)),
-        ("ddtree", {"budget": None, "rows": 20, "gemm_limit": 100}, (20, 5)),
-        ("chain", {"budget": None, "rows": 20, "gemm_limit": 100}, (20, 5)),
-        ("chain", {"budget": None, "rows": None, "gemm_limit": 100}, (6, 16)),
-        ("autoregressive", {"rows": None, "gemm_limit": 20}, (20, 1)),
-        ("ddtree", {"budget": 8, "rows": None, "gemm_limit": 100, "num_prompts": 3}, (3, 9)),
-        ("ddtree", {"budget": None, "rows": None, "gemm_limit": 1152}, (32, 17)),  # room enough
+        ("ddtree", 20, 100, 5),
+        ("chain", 20, 100, 5),
+        ("ddtree", 60, 120, 2),  # no tree has less than one draft
+        ("ddtree", 32, 1152, 17),  # room enough
     ],
 )
-def test_what_is_left_to_the_planner_is_lowered_to_the_limit(
-    method: Method, options: dict[str, int | None], rows_and_nodes: tuple[int, int]
+def test_a_budget_that_is_left_to_the_planner_is_lowered_to_the_limit(
+    method: Method, rows: int, limit: int, nodes: int
 ) -> None:
-    made = plan(method, device="cuda", **options)  # type: ignore[arg-type]
-    assert (made.rows, made.nodes) == rows_and_nodes
+    assert plan(method, rows=rows, gemm_limit=limit).nodes == nodes
+
+
+@given(limit=st.integers(1, 3000), rows=st.integers(1, 600), nodes=st.integers(1, 70))
+def test_rows_are_lowered_no_further_than_to_the_limit(limit: int, rows: int, nodes: int) -> None:
+    found = rows_under(GemmLimit(limit, "test"), rows, nodes)
+    assert 1 <= found <= rows
+    assert found * nodes <= limit or found == 1
+    assert found == rows or (found + 1) * nodes > limit
+    assert rows_under(None, rows, nodes) == rows
 
 
 @given(
     method=METHODS,
     budget=st.none() | st.integers(1, 300),
-    rows=st.none() | st.integers(1, 600),
+    rows=st.integers(1, 600),
     block=st.integers(2, 32),
     vocab=st.integers(1, 200),
     limit=st.integers(1, 3000),
     topk=st.none() | st.integers(1, 100),
-    num_prompts=st.none() | st.integers(0, 40),
-    device=st.sampled_from(["cpu", "cuda"]),
 )
 def test_no_plan_exceeds_its_limit(
     method: Method,
     budget: int | None,
-    rows: int | None,
+    rows: int,
     block: int,
     vocab: int,
     limit: int,
     topk: int | None,
-    num_prompts: int | None,
-    device: str,
 ) -> None:
-    """A plan that fits stays as it is; of others only what was asked for by number is refused."""
-    options = {"block": block, "vocab": vocab, "topk": topk, "num_prompts": num_prompts}
-    whole = plan(method, budget=budget, rows=rows, device=device, **options)
-    # No fewer rows than are asked for, and no tree with less than one draft.
-    least_rows = 1 if rows is None else rows
+    """A plan that fits stays as it is; a budget of the planner's is lowered, others are refused."""
+    options = {"budget": budget, "rows": rows, "block": block, "vocab": vocab, "topk": topk}
+    whole = plan(method, **options)
     least_nodes = whole.nodes if budget is not None else min(whole.nodes, 2)
-    if least_rows * least_nodes > limit:
-        with pytest.raises(ValueError, match=f"engine.gemm_limit={limit}; allowed: .*at most"):
-            plan(method, budget=budget, rows=rows, device=device, gemm_limit=limit, **options)
+    if rows * least_nodes > limit:
+        refused = f"engine.gemm_limit={limit}; allowed: at most|a budget of at most"
+        with pytest.raises(ValueError, match=refused):
+            plan(method, **options, gemm_limit=limit)
     else:
-        made = plan(method, budget=budget, rows=rows, device=device, gemm_limit=limit, **options)
+        made = plan(method, **options, gemm_limit=limit)
         assert made.rows * made.nodes <= limit
-        assert made.rows == whole.rows or rows is None
+        assert made.rows == rows
         assert made.nodes == whole.nodes or budget is None
-        if whole.rows * whole.nodes <= limit:
-            assert made == whole
-        elif rows is None and made.nodes == whole.nodes:
-            assert (made.rows + 1) * made.nodes > limit  # no lower than it must be
+        assert made == whole or rows * whole.nodes > limit
     if budget is not None:
         assert whole.nodes <= budget + 1
     assert whole.draft_depth < block

@@ -21,6 +21,7 @@ from torch import Tensor
 import ddbatch.engine.build as build_module
 import ddbatch.engine.commit as commit_module
 import ddbatch.engine.engine as engine_module
+import ddbatch.engine.layouts as layouts_module
 import ddbatch.engine.verify as verify_module
 from ddbatch.core import CachePlan, PrefillPlan, Sampling, ShapePlan
 from ddbatch.engine.engine import Engine
@@ -194,7 +195,8 @@ class HastyRing(Ring):
 
 
 def record_overwritten_before_it_is_read(patch: Patch, engine: Engine) -> None:
-    patch.setattr(engine_module, "Ring", HastyRing)
+    for module in (engine_module, layouts_module):
+        patch.setattr(module, "Ring", HastyRing)
     engine._lag = 1  # as on a GPU
     engine.reset()
 

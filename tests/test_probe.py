@@ -269,7 +269,6 @@ def plan_of(rows: int, budget: int, vocab: int) -> ShapePlan:
         block=16,
         vocab=vocab,
         gemm_limit=None,
-        device="cpu",
     )
 
 

@@ -254,13 +254,13 @@ def test_without_a_fault_records_are_read_to_the_end(pair: Pair) -> None:
 def test_acceptance_is_told_of_rows_that_go_on_and_are_not_hot(pair: Pair) -> None:
     """As one finds it in the completions: all rounds but the last, by prefix and rounds before."""
     engine, told = make_engine(*pair), list[tuple[int, ...]]()
-    add = engine.acceptance.add
+    add = engine._layout.acceptance.add
 
     def note(*columns: NDArray[np.int64]) -> None:
         told.extend(zip(*(column.tolist() for column in columns[1:]), strict=True))
         add(*columns)
 
-    engine.acceptance.add = note  # type: ignore[method-assign]
+    engine._layout.acceptance.add = note  # type: ignore[method-assign]
     prompts, own = random_prompts([5, 1, 9, 4], VOCAB), [Sampling(), Sampling(temperature=1.0)]
     own += [Sampling(temperature=1.1), Sampling(temperature=0.5)]
     expected = []

@@ -58,7 +58,7 @@ def finished(
         stop_token_id=num_tokens - 1,
         accepted=accepted,
         depth=(5,) * len(accepted),
-        drafted=7,
+        drafted=(7,) * len(accepted),
         seconds=0.5,
         slot=3,
     )

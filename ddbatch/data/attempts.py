@@ -12,14 +12,14 @@ import socket
 import time
 import uuid
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from ddbatch.core import RunError
 from ddbatch.data.folder import RunFolder, list_names, write_new
 
 _STARTED, _ENDED = ".json", ".end.json"
-_RUNS = {"ended_at": None, "exit_code": None, "reason": None}
+_RUNS: dict[str, object] = {"ended_at": None, "exit_code": None, "reason": None, "found": {}}
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Attempt:
     """One process that worked on the run; times are unix seconds of its own clock.
 
     about: what it was started with. exit_code, reason and ended_at are None while it runs, and for
-    ever if it was killed.
+    ever if it was killed. found: what it noted at its end of device and data.
     """
 
     name: str
@@ -38,6 +38,7 @@ class Attempt:
     exit_code: int | None
     reason: str | None
     ended_at: float | None
+    found: Mapping[str, object] = field(default_factory=dict)
     is_gone: bool = False  # it was killed on this machine; of other machines nothing is known
 
     @property
@@ -64,9 +65,20 @@ def start_attempt(folder: RunFolder, name: str, about: Mapping[str, object]) -> 
     assert is_new, f"attempt {name} is there already"
 
 
-def end_attempt(folder: RunFolder, attempt: str, exit_code: int, reason: str) -> None:
+def end_attempt(
+    folder: RunFolder,
+    attempt: str,
+    exit_code: int,
+    reason: str,
+    found: Mapping[str, object] | None = None,
+) -> None:
     """Note how an attempt ended; the first note stays. An OSError is passed on."""
-    ended = {"ended_at": time.time(), "exit_code": exit_code, "reason": reason}
+    ended = {
+        "ended_at": time.time(),
+        "exit_code": exit_code,
+        "reason": reason,
+        "found": dict(found or {}),
+    }
     _write(folder, attempt + _ENDED, ended, attempt)
 
 
@@ -116,10 +128,13 @@ def _read_attempt(folder: RunFolder, name: str, names: Collection[str]) -> Attem
                 "ended_at": int() | float() | None as ended_at,
                 "exit_code": int() | None as exit_code,
                 "reason": str() | None as reason,
+                "found": dict() as found,
             },
         ):
             is_gone = ended is _RUNS and _is_gone(machine, pid)
-            return Attempt(name, about, started_at, host, pid, exit_code, reason, ended_at, is_gone)
+            return Attempt(
+                *(name, about, started_at, host, pid, exit_code, reason, ended_at), found, is_gone
+            )
     raise _not_told(folder, name, "a field is missing or of a wrong kind")
 
 

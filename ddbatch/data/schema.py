@@ -9,6 +9,7 @@ import json
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 import pyarrow as pa
@@ -186,7 +187,7 @@ def completions_row(row: FinishedRow, schema: pa.Schema) -> TableRow:
         "seed": row.seed,
         "output_logprobs": output_logprobs(done),
         "num_steps": rounds,
-        "draft_tokens": rounds * done.drafted,
+        "draft_tokens": sum(done.drafted),
         "accepted_tokens": sum(done.accepted),
         # Prefill gives the first token, so the rounds emitted all but one.
         "mean_acceptance_length": (output_tokens - 1) / rounds if rounds else None,
@@ -208,7 +209,9 @@ def acceptance_row(row: FinishedRow) -> TableRow:
     return {
         **done.key._asdict(),
         "accepted": np.array(done.accepted, np.uint8),
-        "drafted": [{"rounds": rounds, "drafted": done.drafted}] if rounds else [],
+        "drafted": [
+            {"rounds": len(list(run)), "drafted": nodes} for nodes, run in groupby(done.drafted)
+        ],
         "depth": np.array(done.depth, np.uint8),
         "histogram": histogram,
     }
@@ -252,10 +255,11 @@ def _check(row: FinishedRow) -> None:
     rounds, accepted, emitted = len(done.accepted), sum(done.accepted), len(done.token_ids) - 1
     assert 0 <= emitted < row.max_new_tokens, f"{done.key}: {emitted + 1} of {row.max_new_tokens}"
     assert len(done.depth) == rounds, f"{done.key}: {len(done.depth)} depths, {rounds} rounds"
-    offers = zip(done.accepted, done.depth, strict=True)
-    assert all(0 <= kept <= offered for kept, offered in offers), f"{done.key}: kept > offered"
-    most = min(done.drafted, 255)  # the table's uint8
-    assert all(offered <= most for offered in done.depth), f"{done.key}: depth above {most}"
+    assert len(done.drafted) == rounds, f"{done.key}: {len(done.drafted)} drafts, {rounds} rounds"
+    for kept, deepest, nodes in zip(done.accepted, done.depth, done.drafted, strict=True):
+        assert 0 <= kept <= deepest, f"{done.key}: {kept} kept of a path of {deepest}"
+        most = min(nodes, 255)  # the table's uint8
+        assert deepest <= most, f"{done.key}: depth above {most}"
     # Each round emits what it accepted and a bonus; a stop or the cap may cut the last one's bonus.
     assert accepted + rounds - emitted in ((0, 1) if rounds else (0,)), (
         f"{done.key}: {rounds} rounds accepted {accepted} and emitted {emitted}"

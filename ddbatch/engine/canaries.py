@@ -52,7 +52,8 @@ class Canaries:
     """Prompts for each rung of the ladder, each drawn when the engine has a slot for it.
 
     next_slot: says which. sampling: options of the run; canaries take them at random, without what
-    ends a text, and some are greedy.
+    ends a text, and some are greedy. fills_slots: there are as many that every slot is used over
+    and over; else every row is.
     """
 
     def __init__(
@@ -65,8 +66,11 @@ class Canaries:
         vocab: int,
         sampling: Sequence[Sampling],
         seed: int,
+        fills_slots: bool = True,
     ) -> None:
-        self._least = cache_plan.slots + plan.rows  # prompts of a rung
+        # Prompts of a rung, and the uses of each slot at its end.
+        self._least = plan.rows + (cache_plan.slots if fills_slots else 2 * plan.rows)
+        self._min_uses = MIN_USES if fills_slots else 0
         self._max_len, self._chunk, self._vocab = cache_plan.max_len, chunk, vocab
         own = [replace(item, stop=(), stop_token_ids=()) for item in sampling]
         self._own = list(dict.fromkeys(own)) or [Sampling()]
@@ -89,7 +93,11 @@ class Canaries:
             deque(n for n in here if n > self._chunk),
         )
         num_drawn = 0
-        while any(pools) or num_drawn < self._least or (is_last and min(self._num_uses) < MIN_USES):
+        while (
+            any(pools)
+            or num_drawn < self._least
+            or (is_last and min(self._num_uses) < self._min_uses)
+        ):
             slot = self._next_slot()
             is_long = self._next_is_long[slot]
             self._next_is_long[slot] = not is_long

@@ -1,15 +1,16 @@
 """The engine: prompts in, completions out, over a static batch with refill from the first commit.
 
 Three doors join host and device: fill (prefill), step and collect. On a GPU the host never waits
-for the round that it has just launched: it reads the record of the one before. Knows nothing about
-text, files or options.
+for the round that it has just launched: it reads the record of the one before. An engine may have
+several plans over one cache; between rounds it changes from one to another, and sequences stay
+where they are. Knows nothing about text, files or options, nor which plan is best.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import NamedTuple
 
@@ -26,15 +27,18 @@ from ddbatch.core import (
     StopFinder,
     TokenPrompt,
 )
-from ddbatch.engine.acceptance import AcceptanceTable
+from ddbatch.engine.admit import leave
+from ddbatch.engine.allocate import allocate_states
+from ddbatch.engine.catching_up import num_committed, untold_pieces
 from ddbatch.engine.histories import Histories
+from ddbatch.engine.layouts import make_layouts
 from ddbatch.engine.plan import plan_prefill
 from ddbatch.engine.prefill import Piece, Placed, check_pieces, open_slots, pieces_of, put_pieces
-from ddbatch.engine.programs import CapturedPrograms, EagerPrograms, GraphPool, Programs
+from ddbatch.engine.programs import GraphPool, Programs
 from ddbatch.engine.record import Facts, read_record
 from ddbatch.engine.sampling import DrawKind, TokenFlags, draw_kind
-from ddbatch.engine.seats import Closing, Homes, IdleWatch, Seat, closing
-from ddbatch.engine.state import RoundShape, allocate_state
+from ddbatch.engine.seats import Closing, Homes, IdleWatch, Load, Seat, closing
+from ddbatch.engine.state import RoundShape, RoundState
 from ddbatch.engine.stop_watch import StopWatch
 from ddbatch.engine.transfer import Mark, Ring, Ticket, mark
 from ddbatch.models.decoder import Target
@@ -60,18 +64,18 @@ class _Pending(NamedTuple):
 class Engine:
     """A pair, its state and the slots in flight.
 
-    drafter None = plain decoding. pool: CUDA graphs are captured into it; None = eager. finder: for
-    prompts with stop strings. top_logprobs: how many of the best tokens are told beside each
-    emitted one; None = no log-probs. least_draw: what draws compute at least, so that a few prompts
-    with other filters need no other graphs. keeps_scores: state.scores_BNV holds the last round's,
-    to be measured.
+    drafter None = plain decoding. plans: the engine starts with the first. pool: CUDA graphs are
+    captured into it; None = eager. finder: for prompts with stop strings. top_logprobs: how many of
+    the best tokens are told beside each emitted one; None = no log-probs. least_draw: what draws
+    compute at least, so that a few prompts with other filters need no other graphs. keeps_scores:
+    state.scores_BNV holds the last round's, to be measured.
     """
 
     def __init__(
         self,
         target: Target,
         drafter: DFlash | None,
-        plan: ShapePlan,
+        plans: ShapePlan | Sequence[ShapePlan],
         cache_plan: CachePlan,
         *,
         prefill_plan: PrefillPlan | None = None,
@@ -81,14 +85,15 @@ class Engine:
         least_draw: DrawKind = DrawKind.GREEDY,
         keeps_scores: bool = False,
     ) -> None:
-        assert (plan.nodes == 1) == (drafter is None), (plan, drafter is None)
+        plans = [plans] if isinstance(plans, ShapePlan) else list(dict.fromkeys(plans))
+        is_drafted = any(plan.nodes > 1 for plan in plans)
+        assert is_drafted == (drafter is not None), (plans, drafter is None)
         device = target.embed.device
-        self.target, self.drafter = target, drafter
-        self.plan, self.cache_plan = plan, cache_plan
-        self.state = allocate_state(
-            plan,
+        self.target, self._drafter, self.cache_plan = target, drafter, cache_plan
+        states = allocate_states(
+            plans,
             cache_plan,
-            prefill_plan or plan_prefill(plan.rows, device.type),
+            prefill_plan or plan_prefill(max(plan.rows for plan in plans), device.type),
             target=target.dims,
             drafter=None if drafter is None else drafter.dims.decoder,
             num_taps=0 if drafter is None else len(drafter.dims.tap_layers),
@@ -97,9 +102,8 @@ class Engine:
             dtype=target.embed.dtype,
             device=device,
         )
-        self.programs: Programs = EagerPrograms(target, drafter, self.state)
-        if pool is not None:
-            self.programs = CapturedPrograms(self.programs, pool)
+        self._layouts = make_layouts(target, drafter, states, pool)
+        self._layout = self._layouts[plans[0]]
         self._lag = 1 if device.type == "cuda" else 0
         self._flags = TokenFlags(target.dims.vocab, finder, device)
         self._stop_watch = StopWatch(finder)
@@ -108,16 +112,17 @@ class Engine:
 
     @torch.inference_mode()
     def reset(self) -> None:
-        """Forget everything: as if just made, but for what is in the caches."""
-        self.state.reset()
+        """Forget everything: as if just made, but for the plan in force and what caches hold."""
+        for layout in self._layouts.values():
+            layout.reset()
         self.stats = EngineStats()
-        self.acceptance = AcceptanceTable(self.plan, self.cache_plan.max_len)
         self._draw = self._least_draw
         self._homes = Homes(self.cache_plan)
         self._seats: dict[int, Seat] = {}
         self._pieces: deque[Piece] = deque()  # that wait for a prefill call
-        told = self.state.told
-        self._histories = Histories(self.plan, self.cache_plan, told.logprobs_BK or ())
+        deepest = max(self.plans, key=lambda plan: plan.draft_depth)
+        logprobs = self.state.told.logprobs_BK
+        self._histories = Histories(deepest, self.cache_plan, logprobs or ())
         self._is_hot_S = np.zeros(self.cache_plan.slots, np.bool_)
         self._flagged: set[int] = set()  # slots whose text is to be looked at
         self._longest = 0  # no sequence on a row has more committed tokens
@@ -125,8 +130,7 @@ class Engine:
         self._waiting: TokenPrompt | None = None
         self._pending: deque[_Pending] = deque()
         self._call_ring = Ring(self.state.chunk_told.tensors())
-        self._round_ring = Ring(told.tensors())
-        self._num_calls, self._idle = 0, IdleWatch()
+        self._num_calls, self._idle, self._is_dry = 0, IdleWatch(), False
 
     def run(self, prompts: Iterator[TokenPrompt]) -> Iterator[Completion | Rejected]:
         """Decode all prompts; each becomes one Completion, or a Rejected with code nan_logits.
@@ -139,6 +143,75 @@ class Engine:
                 return
             self.step()
             yield from self.collect()
+
+    @property
+    def plans(self) -> list[ShapePlan]:
+        """All that it may change to."""
+        return list(self._layouts)
+
+    @property
+    def plan(self) -> ShapePlan:
+        """The one in force, as all that follows."""
+        return self._layout.plan
+
+    @property
+    def state(self) -> RoundState:
+        """Of the plan in force."""
+        return self._layout.state
+
+    @property
+    def drafter(self) -> DFlash | None:
+        """None where nothing is drafted."""
+        return self._layout.drafter
+
+    def notes(self) -> list[str]:
+        """What a person should know of acceptance and was not told before."""
+        return [note for item in self._layouts.values() for note in item.acceptance.notes()]
+
+    @property
+    def programs(self) -> Programs:
+        """Of the plan in force; they may be replaced."""
+        return self._layout.programs
+
+    @programs.setter
+    def programs(self, programs: Programs) -> None:
+        self._layout.programs = programs
+
+    def keep(self, plans: Sequence[ShapePlan]) -> None:
+        """Change to no other plan from now on."""
+        assert self.plan in plans, (self.plan, plans)
+        self._layouts = {plan: self._layouts[plan] for plan in plans}
+
+    @torch.inference_mode()
+    def change(self, plan: ShapePlan) -> None:
+        """Go on with another plan. The host waits for the rounds that were launched. A drafter that
+        plain decoding has told nothing is given its context: committed tokens of all sequences go
+        through prefill calls once more."""
+        before, after = self._layout, self._layouts[plan]
+        if before is after:
+            return
+        while self._pending:
+            self._read(self._pending.popleft())
+        leave(before.state)
+        self._layout = after
+        self._longest = self._histories.longest(0)
+        if before.drafter is not None and after.drafter is None:
+            for seat in self._seats.values():
+                if seat.num_drafted is None:
+                    seat.num_drafted = num_committed(seat, self._histories)
+        elif before.drafter is None and after.drafter is not None:
+            self._catch_up()
+
+    @property
+    def load(self) -> Load:
+        """What there is to do; counted, so not for every round."""
+        histories = self._histories
+        untold = [
+            num_committed(seat, histories) - seat.num_drafted
+            for seat in self._seats.values()
+            if seat.num_drafted is not None
+        ]
+        return Load(histories.num_loaded, histories.mean_length(), self._is_dry, sum(untold))
 
     @property
     def is_busy(self) -> bool:
@@ -167,6 +240,7 @@ class Engine:
             while len(self._pieces) >= chunks:
                 self._prefill(chunks)
             has_more = len(placed) == chunks
+        self._is_dry = self._homes.has_slot and self._waiting is None
         # A call waits to be full while rows and half the spare slots have work.
         enough = (self.plan.rows + self.cache_plan.slots) // 2
         if self._pieces and self._histories.num_loaded < enough:
@@ -175,11 +249,11 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> None:
         """Launch one round over the rows."""
-        if self._num_keys(self._longest) > self.cache_plan.key_counts[0]:
+        if self.cache_plan.num_keys(self._longest) > self.cache_plan.key_counts[0]:
             # What is launched and not read may have added as much to every sequence.
             num_rounds = sum(item.call is None for item in self._pending)
             self._longest = self._histories.longest((self.plan.draft_depth + 1) * num_rounds)
-        self.programs.round(RoundShape(self._num_keys(self._longest), self._draw))
+        self.programs.round(RoundShape(self.cache_plan.num_keys(self._longest), self._draw))
         self._longest += self.plan.draft_depth + 1
         self._push(self.stats.rounds, None)
         self.stats.rounds += 1
@@ -216,7 +290,11 @@ class Engine:
             self._waiting, prompt = None, placed.prompt
             own = prompt.sampling
             self._seats[placed.slot] = Seat(
-                placed, self._stop_watch.open(own.stop), time.monotonic(), draw_kind([own])
+                placed,
+                self._stop_watch.open(own.stop),
+                time.monotonic(),
+                draw_kind([own]),
+                num_drafted=None if self._is_drafting else 0,
             )
             self._histories.open(placed)
             self._is_hot_S[placed.slot] = own.temperature > 1
@@ -224,41 +302,52 @@ class Engine:
             self.stats.prompt_tokens += len(prompt.token_ids)
             yield placed
 
+    @property
+    def _is_drafting(self) -> bool:
+        """Whether the drafter is told of what is committed; there may be none to tell."""
+        return self._drafter is None or self._layout.drafter is not None
+
+    def _catch_up(self) -> None:
+        """Tell the drafter what it does not know of the sequences in flight."""
+        plan, waiting = self.state.prefill_plan, self._pieces
+        self._pieces = deque(untold_pieces(self._seats.values(), self._histories, plan.chunk))
+        while self._pieces:
+            self._prefill(min(plan.chunks, len(self._pieces)))
+        self._pieces = waiting
+
     def _prefill(self, count: int) -> None:
         """Launch a call for so many of the pieces that wait."""
         started = mark(self.target.embed.device)
         plan = self.state.prefill_plan
         pieces = [self._pieces.popleft() for _ in range(count)]
-        placed = [piece.placed for piece in pieces if not piece.start]
+        placed = [piece.placed for piece in pieces if piece.is_first]
         if placed:
             open_slots(self.state, self._flags, placed)
         put_pieces(self.state, pieces)
-        shape = RoundShape(self._num_keys(max(piece.stop for piece in pieces)), self._draw)
+        shape = RoundShape(
+            self.cache_plan.num_keys(max(piece.stop for piece in pieces)), self._draw
+        )
         self.programs.prefill(shape, plan.chunks if plan.is_fixed else len(pieces))
         self._push(self._num_calls, _Call(pieces, started))
         self._num_calls += 1
         for piece in pieces:
+            seat = self._seats[piece.placed.slot]
+            seat.num_launched = max(seat.num_launched, piece.stop)
             if piece.is_last:
                 self._histories.load(piece.placed)
                 self._longest = max(self._longest, piece.stop)
 
     def _push(self, number: int, call: _Call | None) -> None:
         """Have the record of what was just launched copied."""
-        ring = self._round_ring if call is None else self._call_ring
+        ring = self._layout.ring if call is None else self._call_ring
         while ring.is_full:  # many prefill calls in a row
             self._read(self._pending.popleft())
         self._pending.append(_Pending(number, ring.push(), call))
 
-    def _num_keys(self, length: int) -> int:
-        """Keys that attention looks at for sequences of up to so many; no sequence has more than
-        the last count."""
-        counts = self.cache_plan.key_counts
-        return next((count for count in counts if count >= length), counts[-1])
-
     def _read(self, pending: _Pending) -> None:
         """Take what a program told; wait for it where it is still under way."""
         call = pending.call
-        ring, what = (self._call_ring, "prefill call") if call else (self._round_ring, "round")
+        ring, what = (self._call_ring, "prefill call") if call else (self._layout.ring, "round")
         facts = read_record(ring.read(pending.ticket), pending.number, self.state.nobody, what)
         if call is not None:
             check_pieces(call.pieces, facts)
@@ -274,13 +363,14 @@ class Engine:
 
     def _take_round(self, facts: Facts) -> None:
         self._idle.see(bool(len(facts.row_L)), self._histories.num_loaded)
-        self._histories.take_round(facts)
+        self._histories.take_round(facts, self.plan.nodes - 1)
         before_L = self._histories.num_rounds(facts.slot_L) - 1
         told = (facts.row_L, facts.check_L, before_L, facts.accepted_L)
         # What an ending row accepts is cut, and hot ones accept little by nature.
         is_sound_L = (facts.finish_L == Finish.LIVE) & ~self._is_hot_S[facts.slot_L]
-        self.acceptance.add(*(column_L[is_sound_L] for column_L in told))
+        self._layout.acceptance.add(*(column_L[is_sound_L] for column_L in told))
         self.stats.live_row_rounds += int(np.count_nonzero(facts.emitted_L))
+        self.stats.round_tokens += int(facts.emitted_L.sum())
 
     def _look(self, slot: int) -> None:
         """Have flagged text looked at; ask the device to end a sequence in which a string was
@@ -303,6 +393,6 @@ class Engine:
         text_end = len(said.token_ids) - (finish is Finish.STOP)  # a stop token is no text
         if watched is not None and min(may_end, text_end) > watched.num_fed:
             self._stop_watch.feed(watched, said.token_ids[watched.num_fed : text_end])
-        self._closing.append(closing(seat, said, finish, self.plan.nodes - 1))
+        self._closing.append(closing(seat, said, finish))
         self._flagged.discard(slot)
         self._homes.give_back(seat.placed)

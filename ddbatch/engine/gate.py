@@ -11,25 +11,29 @@ Checks, by the names that a verdict uses:
     state               the keys that a sequence leaves are those that the oracle computes afresh
     memory              cells that no sequence committed to are as they were, the null cell is zero
 
-A change of plan is not tried: an engine has one. Knows nothing about what becomes of a plan that
-fails.
+    change of plan      sequences that change to another of the engine's plans and back are as all
+                        others
+
+An engine's plans are judged one by one. Knows nothing about what becomes of a plan that fails.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import cycle, islice
 
 import torch
 from torch import Tensor
 
-from ddbatch.core import Completion, RunError, Sampling, TokenPrompt
+from ddbatch.core import Completion, Key, RunError, Sampling, ShapePlan, TokenPrompt
 from ddbatch.engine.canaries import Canaries, Noted
 from ddbatch.engine.engine import Engine
 from ddbatch.engine.findings import Decoded, Findings, committed_cells
 from ddbatch.engine.forced import ForcedPrograms
+from ddbatch.engine.prefill import Placed
 from ddbatch.engine.programs import CapturedPrograms, EagerPrograms
 from ddbatch.engine.state import RoundState
 from ddbatch.engine.twin import Twin
@@ -39,6 +43,8 @@ NUM_OTHERS = 16  # canaries of a rung that are judged, besides those at edges
 # every node of the tree was accepted.
 NUM_FORCED = 16
 MIN_WAVE, MAX_WAVES = 8, 12
+# Canaries that another plan begins, and the rounds after which they change.
+NUM_CHANGING, CHANGES = 16, (2, 4, 6)
 ELEMENTS_AT_ONCE = 1 << 26  # of a plane, that are looked at together
 
 
@@ -61,16 +67,18 @@ def judge(
     gap: float,
     seconds: float = 20.0,
     seed: int = 0,
+    is_first: bool = True,
 ) -> Verdict:
-    """Judge a fresh engine. Afterwards it is fresh again and captures no more graphs; its caches
-    hold anything, but for the null cell.
+    """Judge the plan in force of a fresh engine. Afterwards it is fresh again and the plan captures
+    no more graphs; its caches hold anything, but for the null cell.
 
     sampling: options of the run. gap: what explains another token (engine/numerics.py). seconds:
-    all canaries are decoded, and as many judged as there is time for. A CUDA error passes through.
+    all canaries are decoded, and as many judged as there is time for. is_first: no plan of the
+    engine was judged before; later ones need not fill every slot. A CUDA error passes through.
     """
     started, programs = time.monotonic(), engine.programs
     hearing = _Hearing(engine, gap, started + seconds)
-    hearing.hold(sampling, seed)
+    hearing.hold(sampling, seed, is_first=is_first)
     engine.programs = programs
     if isinstance(programs, CapturedPrograms):
         programs.close()
@@ -96,7 +104,7 @@ class _Hearing:
         self._is_committed_X = torch.zeros(engine.state.null_cell, dtype=torch.bool, device=device)
         self._knows_all = True  # that was committed
 
-    def hold(self, sampling: Sequence[Sampling], seed: int) -> None:
+    def hold(self, sampling: Sequence[Sampling], seed: int, *, is_first: bool) -> None:
         """Run the checks, as far as the faults that they find allow."""
         engine, findings = self._engine, self.findings
         for _, plane in _planes(engine.state):
@@ -110,8 +118,13 @@ class _Hearing:
             vocab=engine.target.dims.vocab,
             sampling=sampling,
             seed=seed,
+            fills_slots=is_first,
         )
+        programs = engine.programs
         own = self._climb(canaries)
+        if not is_first and not findings.faults:
+            engine.programs = programs
+            self._change(own, next(plan for plan in engine.plans if plan != engine.plan))
         if engine.drafter is not None and not findings.faults:
             self._force(own, seed)
         self.checks |= findings.texts()
@@ -152,6 +165,36 @@ class _Hearing:
         self.checks |= {"captured == eager": twin.summary, "canaries": noted.summary}
         return found
 
+    def _change(self, own: Sequence[Decoded], other: ShapePlan) -> None:
+        """Decode canaries again, which change to and fro between the plan and another one."""
+        engine, plan, done = self._engine, self._engine.plan, list[Completion]()
+        known = self.findings.outputs
+        prompts = [item.placed.prompt for item in own if item.done.key in known]
+        prompts.sort(key=lambda prompt: (-prompt.max_new_tokens, len(prompt.token_ids), prompt.key))
+        waiting, placed = iter(prompts[:NUM_CHANGING]), dict[Key, Placed]()
+        number = 0
+        with self._guarded():
+            while number == 0 or engine.is_busy:
+                engine.fill(waiting)
+                placed |= {s.placed.prompt.key: s.placed for s in engine.seats.values()}
+                is_other = sum(number >= change for change in CHANGES) % 2 == 0
+                engine.change(other if is_other else plan)
+                engine.step()
+                done += [item for item in engine.collect() if isinstance(item, Completion)]
+                number += 1
+        engine.change(plan)
+        decoded = self._note(done, list(placed.values()))
+        # Plain decoding tells the drafter nothing of what ends under it.
+        decoded = [
+            item._replace(is_held=item.is_held and item.done.drafted[-1:] == (plan.nodes - 1,))
+            for item in decoded
+        ]
+        for item in decoded:
+            if item.done.token_ids != known[item.done.key]:
+                self._judge([item], share=0.5, is_forced=True)
+        self._judge(decoded, share=0.5, is_forced=True)
+        self.checks["change of plan"] = f"{len(decoded)} canaries, {number} rounds"
+
     def _force(self, own: Sequence[Decoded], seed: int) -> None:
         """Decode canaries again, with drafts that must be accepted."""
         engine, findings = self._engine, self.findings
@@ -184,18 +227,28 @@ class _Hearing:
         engine, findings = self._engine, self.findings
         num_before, done = len(noted.placed), list[Completion]()
         engine.programs = noted
-        try:
+        with self._guarded():
             for item in engine.run(prompts):
                 if not isinstance(item, Completion):
                     findings.fault("tokens", f"canary {item.key.row_id}: {item.reason}")
                     self._knows_all = False
                     return []
                 done.append(item)
+        return self._note(done, noted.placed[num_before:]) if self._knows_all else []
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """Where its host stops the engine, that is a fault."""
+        try:
+            yield
         except (RunError, AssertionError) as error:
-            findings.fault("record", str(error) or repr(error))
+            self.findings.fault("record", str(error) or repr(error))
             self._knows_all = False
-            return []
-        placed = noted.placed[num_before:]
+
+    def _note(self, done: Sequence[Completion], placed: Sequence[Placed]) -> list[Decoded]:
+        """What was decoded, and which cells it committed to. placed: all that took a slot since the
+        engine was idle, in order."""
+        engine, findings = self._engine, self.findings
         last_of_slot = {item.slot: item for item in placed}
         owner = {page: item for item in placed for page in item.pages}
         by_key = {item.prompt.key: item for item in placed}

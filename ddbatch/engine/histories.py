@@ -22,16 +22,18 @@ _NO_SEQUENCE = -(1 << 40)  # what no record, which is int32, can tell
 
 
 class Said(NamedTuple):
-    """By one sequence. accepted, depth: of each round."""
+    """By one sequence. accepted, depth, drafted: of each round."""
 
     token_ids: list[int]
     accepted: list[int]
     depth: list[int]
+    drafted: list[int]
     logprobs: TokenLogprobs | None
 
 
 class Histories:
-    """S slots and nobody's. logprobs: what tells them, by row and place; empty where none are."""
+    """S slots and nobody's. plan: that drafts deepest. logprobs: what tells them, by row and
+    place; empty where none are."""
 
     def __init__(self, plan: ShapePlan, cache_plan: CachePlan, logprobs: Sequence[Tensor]) -> None:
         slots, path = cache_plan.slots, plan.draft_depth + 1
@@ -42,8 +44,8 @@ class Histories:
         )
         # All places of a path are written; those that hold nothing are written again, or not read.
         shape = (slots + 1, cache_plan.max_len + path)
-        self._token_SO, self._accepted_SO, self._depth_SO = (
-            np.zeros(shape, np.int32) for _ in range(3)
+        self._token_SO, self._accepted_SO, self._depth_SO, self._drafted_SO = (
+            np.zeros(shape, np.int32) for _ in range(4)
         )
         self._logprobs_SO = [
             np.zeros((*shape, *told.shape[2:]), torch.empty(0, dtype=told.dtype).numpy().dtype)
@@ -79,6 +81,7 @@ class Histories:
             self.token_ids(slot),
             self._accepted_SO[slot, :num_rounds].tolist(),
             self._depth_SO[slot, :num_rounds].tolist(),
+            self._drafted_SO[slot, :num_rounds].tolist(),
             TokenLogprobs(*told) if told else None,
         )
 
@@ -89,6 +92,15 @@ class Histories:
     def may_end(self, slot: int) -> int:
         """Output tokens up to the last one that may end a stop string."""
         return int(self._may_end_S[slot])
+
+    def length(self, slot: int) -> int:
+        """Committed tokens of a sequence whose first token is known."""
+        return int(self._lengths(slice(slot, slot + 1))[0])
+
+    def mean_length(self) -> float:
+        """Committed tokens of those that may be on a row, on average."""
+        is_loaded_S = self._most_S > 0
+        return float(self._lengths(slice(None))[is_loaded_S].mean()) if is_loaded_S.any() else 0.0
 
     def num_rounds(self, slot_L: Ints) -> Ints:
         """Rounds that these sequences had."""
@@ -104,15 +116,16 @@ class Histories:
         self._check_generations(facts)
         self._append(facts)
 
-    def take_round(self, facts: Facts) -> None:
-        """Append a round. RunError as above, where the device has a sequence at another place, and
-        where two rows work on one."""
+    def take_round(self, facts: Facts, drafted: int) -> None:
+        """Append a round that offered each row so many nodes. RunError as above, where the device
+        has a sequence at another place, and where two rows work on one."""
         self._check_generations(facts)
         self._check_lengths(facts)
         self._append(facts)
         slot_L, num_rounds_L = facts.slot_L, self._num_rounds_S[facts.slot_L]
         self._accepted_SO[slot_L, num_rounds_L] = facts.accepted_L
         self._depth_SO[slot_L, num_rounds_L] = facts.depth_L
+        self._drafted_SO[slot_L, num_rounds_L] = drafted
         # A cancelled sequence does not take part in its last round.
         self._num_rounds_S[slot_L] = num_rounds_L + (facts.finish_L != Finish.CANCELLED)
 

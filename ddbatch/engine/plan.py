@@ -5,7 +5,6 @@ Knows nothing about tensors, models or text.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Literal
 
 from ddbatch.core import CachePlan, PrefillPlan, ShapePlan
@@ -16,6 +15,7 @@ Method = Literal["ddtree", "chain", "autoregressive"]
 
 AUTO_BUDGET = 16  # as wide a verify as the usual block, and already ahead of the chain
 AUTO_ROWS = {"cpu": 8, "cuda": 32}
+MAX_AUTO_ROWS = 512  # twice as many add little: all weights are busy, and the host is
 AUTO_PAGE_CUDA = 64  # the key tile of the attention kernels
 MAX_TOPK = 64
 # Attention is told a bound of the keys that it looks at, a multiple of this. A GPU captures a graph
@@ -31,18 +31,31 @@ MAX_CHUNKS = {"cpu": 32, "cuda": 64}
 MIN_CHUNKS, USUAL_CHUNKS, ROWS_A_CHUNK = 4, 16, 4
 
 
-def choose_method(method: str, budget: int | None, has_drafter: bool) -> Method:
-    """What engine.method means for this run; None stands for auto in every option of this file."""
+def choose_methods(method: str, budget: int | None, has_drafter: bool) -> tuple[Method, ...]:
+    """What engine.method lets serve, the first where nothing is measured; None stands for auto in
+    every option of this file."""
     if budget == 0 or (method == "auto" and not has_drafter):
-        return "autoregressive"
+        return ("autoregressive",)
     if method == "auto":
-        return "ddtree"
+        return ("ddtree", "chain", "autoregressive") if budget is None else ("ddtree",)
     names: dict[str, Method] = {
         "ddtree": "ddtree",
         "chain": "chain",
         "autoregressive": "autoregressive",
     }
-    return names[method]
+    return (names[method],)
+
+
+def auto_rows(device: str, num_prompts: int | None, *, has_ladder: bool) -> int:
+    """Rows where none are asked for: no more than there are prompts to fill them. With a ladder
+    they are many, since they shrink as prompts run out, and as memory asks."""
+    rows = MAX_AUTO_ROWS if has_ladder else AUTO_ROWS[device]
+    return rows if num_prompts is None else max(1, min(rows, num_prompts))
+
+
+def rows_under(limit: GemmLimit | None, rows: int, nodes: int) -> int:
+    """Rows that are the planner's, lowered to what a limit leaves with so many nodes each."""
+    return rows if limit is None else max(1, min(rows, limit.tokens // nodes))
 
 
 def plan_shapes(
@@ -50,25 +63,18 @@ def plan_shapes(
     *,
     budget: int | None,
     topk: int | None,
-    rows: int | None,
+    rows: int,
     block: int,
     vocab: int,
     gemm_limit: GemmLimit | None,
-    device: str,
-    num_prompts: int | None = None,
 ) -> ShapePlan:
     """Shapes of one round. block: the drafter's block size, or less: a shorter block costs less and
-    is accepted a little less (unused for autoregressive). num_prompts: where it is known, rows=None
-    makes no more rows than prompts to fill them.
+    is accepted a little less (unused for autoregressive).
 
-    A budget beyond what a tree of this depth and branching can hold is cut to it. Rows, and then
-    the budget, are lowered to gemm_limit where they are the planner's. ValueError where rows x
-    nodes exceeds it all the same.
+    A budget beyond what a tree of this depth and branching can hold is cut to it. A budget
+    that is the planner's is lowered to gemm_limit. ValueError where rows x nodes exceeds it all the
+    same.
     """
-    is_free = rows is None
-    if rows is None:
-        rows = AUTO_ROWS[device]
-        rows = rows if num_prompts is None else max(1, min(rows, num_prompts))
     if method == "autoregressive":
         plan = ShapePlan(rows=rows, nodes=1, block=1, draft_depth=0, topk=0)
     else:
@@ -76,7 +82,7 @@ def plan_shapes(
         if budget is None:
             budget = depth if method == "chain" else AUTO_BUDGET
             if gemm_limit is not None:  # at least one draft, as the method asks for
-                budget = max(1, min(budget, gemm_limit.tokens // (1 if is_free else rows) - 1))
+                budget = max(1, min(budget, gemm_limit.tokens // rows - 1))
         if method == "chain":  # the top-1 path is the tree with one candidate a position
             budget, topk = min(budget, depth), 1
         elif topk is None:
@@ -84,11 +90,8 @@ def plan_shapes(
         depth, topk = min(depth, budget), min(topk, budget, vocab)
         budget = tree_capacity(depth, topk, budget)
         plan = ShapePlan(rows=rows, nodes=budget + 1, block=block, draft_depth=depth, topk=topk)
-    if gemm_limit is None:
-        return plan
-    if is_free:
-        plan = replace(plan, rows=max(1, min(rows, gemm_limit.tokens // plan.nodes)))
-    _check_limit(plan, gemm_limit)
+    if gemm_limit is not None:
+        _check_limit(plan, gemm_limit)
     return plan
 
 
@@ -106,8 +109,11 @@ def _check_limit(plan: ShapePlan, limit: GemmLimit) -> None:
     )
 
 
-def plan_cache(rows: int, *, max_len: int, page: int | None, device: str) -> CachePlan:
-    """Cache pool for `rows` live sequences and as many ready ones: a finished row never waits.
+def plan_cache(
+    rows: int, *, max_len: int, page: int | None, device: str, spare: int | None = None
+) -> CachePlan:
+    """Cache pool for `rows` live sequences and `spare` ready ones, None = as many: a finished row
+    never waits.
 
     page None: contiguous slots on the CPU, the kernels' key tile on CUDA. max_len is rounded up to
     whole pages.
@@ -115,7 +121,7 @@ def plan_cache(rows: int, *, max_len: int, page: int | None, device: str) -> Cac
     if page is None:
         page = max_len if device == "cpu" else AUTO_PAGE_CUDA
     pages_per_slot = -(-max_len // page)
-    slots, max_len = 2 * rows, pages_per_slot * page
+    slots, max_len = rows + (rows if spare is None else spare), pages_per_slot * page
     return CachePlan(
         slots=slots,
         pages=slots * pages_per_slot,

@@ -41,21 +41,19 @@ class Placed(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Tokens start..stop of a prompt."""
+    """Tokens of a sequence, from position `start` on. is_first: its slot is set up for it. is_last:
+    the prompt ends with it, and the first output token is drawn."""
 
     placed: Placed
     start: int
-    stop: int
+    token_ids: tuple[int, ...]
+    is_first: bool
+    is_last: bool
 
     @property
-    def is_last(self) -> bool:
-        """Whether the first output token is drawn after it."""
-        return self.stop == len(self.placed.prompt.token_ids)
-
-    @property
-    def token_ids(self) -> tuple[int, ...]:
-        """Its tokens."""
-        return self.placed.prompt.token_ids[self.start : self.stop]
+    def stop(self) -> int:
+        """One beyond its last position."""
+        return self.start + len(self.token_ids)
 
     @property
     def check(self) -> int:
@@ -65,8 +63,17 @@ class Piece(NamedTuple):
 
 def pieces_of(placed: Placed, chunk: int) -> list[Piece]:
     """Cut a prompt at multiples of `chunk` tokens."""
-    length = len(placed.prompt.token_ids)
-    return [Piece(placed, start, min(start + chunk, length)) for start in range(0, length, chunk)]
+    ids = placed.prompt.token_ids
+    return [
+        Piece(
+            placed,
+            start,
+            ids[start : start + chunk],
+            is_first=not start,
+            is_last=start + chunk >= len(ids),
+        )
+        for start in range(0, len(ids), chunk)
+    ]
 
 
 def open_slots(state: RoundState, flags: TokenFlags, placed: Sequence[Placed]) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ddbatch.core import Key, ShapePlan, TokenPrompt
+from ddbatch.engine.allocate import allocate_states
 from ddbatch.engine.build import build
 from ddbatch.engine.numerics import (
     FLOAT32_GAP,
@@ -29,7 +30,7 @@ from ddbatch.engine.prefill import open_slots, pieces_of, prefill, put_pieces
 from ddbatch.engine.programs import CapturedPrograms, GraphPool, Programs
 from ddbatch.engine.sampling import DrawKind, TokenFlags
 from ddbatch.engine.seats import Homes
-from ddbatch.engine.state import RoundShape, RoundState, allocate_state
+from ddbatch.engine.state import RoundShape, RoundState
 from ddbatch.engine.verify import verify
 from ddbatch.models.decoder import Target
 from ddbatch.models.dims import ModelDims
@@ -157,10 +158,10 @@ def _allocate(target: Target, plan: ShapePlan) -> tuple[RoundState, RoundShape]:
     round, where a piece allows."""
     device, tokens = target.embed.device, plan.rows * plan.nodes
     max_len = LENGTHS[-1] + _num_new(plan)
-    cache_plan = plan_cache(plan.rows, max_len=max_len, page=None, device=device.type)
+    cache_plan = plan_cache(plan.rows, max_len=max_len, page=None, device=device.type, spare=0)
     usual = plan_prefill(plan.rows, device.type)
-    state = allocate_state(
-        plan,
+    (state,) = allocate_states(
+        [plan],
         cache_plan,
         replace(usual, chunks=max(1, min(usual.chunks, tokens // usual.chunk))),
         target=target.dims,

@@ -43,7 +43,6 @@ class EagerPrograms:
 
 
 class _Name(NamedTuple):
-    program: str
     shape: RoundShape
     num_chunks: int
 
@@ -59,19 +58,24 @@ class GraphPool:
             torch.zeros(1, device="cuda")
 
 
+Graphs = dict[_Name, torch.cuda.CUDAGraph]
+
+
 class CapturedPrograms:
     """A CUDA graph for each shape, captured after the shape's first run, which is eager and loads
-    what must be loaded. A closed set captures no more: other shapes run eagerly."""
+    what must be loaded. A closed set captures no more: other shapes run eagerly. calls: graphs of
+    prefill calls, which plans of one engine share."""
 
-    def __init__(self, eager: Programs, pool: GraphPool) -> None:
+    def __init__(self, eager: Programs, pool: GraphPool, calls: Graphs | None = None) -> None:
         self._eager, self.pool = eager, pool
-        self._graphs: dict[_Name, torch.cuda.CUDAGraph] = {}
+        self._rounds: Graphs = {}
+        self._calls: Graphs = {} if calls is None else calls
         self._is_closed = False
 
     @property
     def num_graphs(self) -> int:
         """Graphs captured so far."""
-        return len(self._graphs)
+        return len(self._rounds) + len(self._calls)
 
     def close(self) -> None:
         """Capture no more."""
@@ -79,15 +83,15 @@ class CapturedPrograms:
 
     def round(self, shape: RoundShape) -> None:
         """One round over all rows."""
-        self._run(_Name("round", shape, 0), lambda: self._eager.round(shape))
+        self._run(self._rounds, _Name(shape, 0), lambda: self._eager.round(shape))
 
     def prefill(self, shape: RoundShape, num_chunks: int) -> None:
         """One prefill call over so many pieces."""
-        name = _Name("prefill", shape, num_chunks)
-        self._run(name, lambda: self._eager.prefill(shape, num_chunks))
+        name = _Name(shape, num_chunks)
+        self._run(self._calls, name, lambda: self._eager.prefill(shape, num_chunks))
 
-    def _run(self, name: _Name, program: Callable[[], None]) -> None:
-        graph = self._graphs.get(name)
+    def _run(self, graphs: Graphs, name: _Name, program: Callable[[], None]) -> None:
+        graph = graphs.get(name)
         if graph is not None:
             graph.replay()
             return
@@ -96,4 +100,4 @@ class CapturedPrograms:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=self.pool.handle, capture_error_mode="thread_local"):
                 program()
-            self._graphs[name] = graph
+            graphs[name] = graph

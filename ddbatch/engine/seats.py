@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ddbatch.core import CachePlan, Completion, Rejected, RunError, TokenPrompt
 from ddbatch.engine.histories import Said
@@ -62,13 +63,27 @@ class Homes:
 
 @dataclass
 class Seat:
-    """A slot in flight. draw: what its draws compute."""
+    """A slot in flight. draw: what its draws compute. num_launched: prompt tokens in prefill calls
+    so far. num_drafted: tokens that the drafter was told of, None = all that are committed."""
 
     placed: Placed
     watched: Watched | None  # where the prompt has stop strings
     started: float
     draw: DrawKind
     is_cancelled: bool = False
+    num_launched: int = 0
+    num_drafted: int | None = None
+
+
+class Load(NamedTuple):
+    """What an engine has to do. num_live: sequences that are on a row or could be. mean_length:
+    committed tokens of these, on average. is_dry: no prompt was there when slots were last to be
+    filled. num_untold: committed tokens that the drafter knows nothing of."""
+
+    num_live: int
+    mean_length: float
+    is_dry: bool
+    num_untold: int
 
 
 class IdleWatch:
@@ -114,8 +129,8 @@ class Closing:
         return done
 
 
-def closing(seat: Seat, said: Said, finish: Finish, drafted: int) -> Closing:
-    """The end of a sequence. drafted: nodes offered in every round."""
+def closing(seat: Seat, said: Said, finish: Finish) -> Closing:
+    """The end of a sequence."""
     is_stop = finish is Finish.STOP
     done = Completion(
         key=seat.placed.prompt.key,
@@ -124,7 +139,7 @@ def closing(seat: Seat, said: Said, finish: Finish, drafted: int) -> Closing:
         stop_token_id=said.token_ids[-1] if is_stop else None,
         accepted=tuple(said.accepted),
         depth=tuple(said.depth),
-        drafted=drafted,
+        drafted=tuple(said.drafted),
         seconds=time.monotonic() - seat.started,
         slot=seat.placed.slot,
         logprobs=said.logprobs,

@@ -17,17 +17,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from ddbatch.core import CachePlan, PrefillPlan, ShapePlan
-from ddbatch.engine.sampling import DrawKind, SlotSampling, allocate_slot_sampling
-from ddbatch.models.dims import ModelDims
+from ddbatch.engine.sampling import DrawKind, SlotSampling
 from ddbatch.models.layers import Planes
 from ddbatch_kernels.admit import Ready
 from ddbatch_kernels.build_tree import TreeNodes
 from ddbatch_kernels.commit_rows import Record
-from ddbatch_kernels.facts import ChunkFact, Fact
 from ddbatch_kernels.rows import Accepted, Nodes, Rows, Slots
 
 
@@ -201,96 +198,6 @@ def _tensors_in(name: str, value: object) -> Iterator[tuple[str, Tensor]]:
     elif isinstance(value, SlotSampling):
         for f in fields(value):
             yield f"{name}.{f.name}", getattr(value, f.name)
-
-
-def allocate_state(
-    plan: ShapePlan,
-    cache_plan: CachePlan,
-    prefill_plan: PrefillPlan,
-    *,
-    target: ModelDims,
-    drafter: ModelDims | None,
-    num_taps: int,
-    top_logprobs: int | None,
-    keeps_scores: bool = False,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> RoundState:
-    """All tensors for one plan; every row inert. top_logprobs: how many of the best tokens are told
-    beside the emitted one; None = no log-probs."""
-    B, N, D, M = plan.rows, plan.nodes, plan.draft_depth, plan.topk
-    R, S = prefill_plan.chunks, cache_plan.slots + 1
-
-    def ints(*shape: int) -> Tensor:
-        return torch.zeros(shape, dtype=torch.long, device=device)
-
-    def bools(*shape: int) -> Tensor:
-        return torch.zeros(shape, dtype=torch.bool, device=device)
-
-    def planes(dims: ModelDims, scratch: int) -> Planes:
-        cells = cache_plan.pages * cache_plan.page + 2 + scratch
-        shape = (dims.layers, cells, dims.kv_heads, dims.head_width)
-        return Planes(*(torch.zeros(shape, dtype=dtype, device=device) for _ in range(2)))
-
-    def logprobs(*shape: int) -> Logprobs | None:
-        if top_logprobs is None:
-            return None
-        return Logprobs(
-            torch.zeros(shape, dtype=torch.float32, device=device),
-            torch.zeros(*shape, top_logprobs, dtype=torch.int32, device=device),
-            torch.zeros(*shape, top_logprobs, dtype=torch.float16, device=device),
-        )
-
-    def told(rows: int, tokens: int) -> Told:
-        shape = (rows + 1, len(Fact) + tokens)
-        return Told(torch.zeros(shape, dtype=torch.int32, device=device), logprobs(rows, tokens))
-
-    state = RoundState(
-        plan=plan,
-        cache_plan=cache_plan,
-        prefill_plan=prefill_plan,
-        target_cache=planes(target, B * N),
-        drafter_cache=None if drafter is None else planes(drafter, B * plan.block),
-        page_table_SP=ints(S, cache_plan.max_len // cache_plan.page),
-        length_S=ints(S),
-        anchor_S=ints(S),
-        cap_S=ints(S),
-        num_out_S=ints(S),
-        generation_S=ints(S),
-        is_cancelled_S=bools(S),
-        sampling=allocate_slot_sampling(S, target.vocab, device),
-        ready_S=ints(S),
-        ready_head=ints(1),
-        ready_tail=ints(1),
-        slot_B=ints(B),
-        active_B=bools(B),
-        round_number=ints(1),
-        candidate_BDM=ints(B, D, M),
-        edge_BDM=torch.zeros(B, D, M, dtype=torch.float32, device=device),
-        tree=TreeNodes(
-            ints(B, N),
-            ints(B, N),
-            ints(B, N),
-            torch.zeros(B, N, -(-N // 32), dtype=torch.int32, device=device),
-        ),
-        pos_BN=ints(B, N),
-        choice_BN=ints(B, N),
-        is_finite_BN=bools(B, N),
-        logprobs_BN=logprobs(B, N),
-        scores_BNV=torch.zeros(B, N, target.vocab, device=device) if keeps_scores else None,
-        feature_TC=torch.zeros(B * N, num_taps * target.width, dtype=dtype, device=device),
-        path_BK=ints(B, D + 1),
-        num_accepted_B=ints(B),
-        emitted_BK=ints(B, D + 1),
-        num_emitted_B=ints(B),
-        finish_B=ints(B),
-        told=told(B, D + 1),
-        call_number=ints(1),
-        chunk_RX=ints(R, len(ChunkFact) + prefill_plan.chunk),
-        chunk_told=told(R, 1),
-    )
-    state.reset()
-    return state
 
 
 def cell_of(state: RoundState, slot: Tensor, pos: Tensor) -> Tensor:

@@ -78,5 +78,6 @@ def cut(done: Completion, match: StopMatch) -> Completion:
         stop_string=match.string,
         accepted=tuple(accepted),
         depth=done.depth[: len(accepted)],
+        drafted=done.drafted[: len(accepted)],
         logprobs=None if done.logprobs is None else done.logprobs.first(match.num_tokens),
     )

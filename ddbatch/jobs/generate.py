@@ -131,7 +131,7 @@ def generate(config: Config, open_pair: OpenPair) -> int:
         code = ExitCode.ENGINE
         raise RunError(f"{what}: {str(error).splitlines()[0]}") from error
     finally:
-        note_end(folder, attempt, code, reason)
+        note_end(folder, attempt, code, reason, decoder.found)
         trials.restart(reason)
     return code
 
@@ -287,7 +287,7 @@ def _work(
             return ExitCode.STOPPED, f"stopped by {stop.signal_name}"
         seconds -= decoder.seconds_judged
         notes = [*end_notes(setting.pair, feed), *decoder.notes]
-        print_summary(config.output_dir, tally, decoder.plan, decoder.figures, seconds, notes)
+        print_summary(config.output_dir, tally, decoder, seconds, notes)
         if not tally.num_left:
             if tally.committed.completions:
                 tell("\n" + closing.closing_text(config.output_dir, is_demo=is_demo(config)))

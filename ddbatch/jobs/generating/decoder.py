@@ -6,7 +6,7 @@ engine of known speed. Imports no torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Protocol
 
 from ddbatch.core import Completion, EngineStats, Rejected, ShapePlan, StopFinder, TokenPrompt
@@ -18,7 +18,7 @@ class Decoder(Protocol):
 
     @property
     def plan(self) -> ShapePlan:
-        """Shapes of a round."""
+        """Shapes of the next round."""
 
     @property
     def about(self) -> dict[str, object]:
@@ -52,6 +52,18 @@ class Decoder(Protocol):
     @property
     def seconds_judged(self) -> float:
         """Seconds in which plans were made and judged, and nothing was decoded for the run."""
+
+    @property
+    def rounds(self) -> Mapping[ShapePlan, int]:
+        """How many there were of each plan."""
+
+    @property
+    def choice(self) -> str | None:
+        """What chose the plans, and why, in a line; None where nothing was to choose."""
+
+    @property
+    def found(self) -> dict[str, object]:
+        """Facts for the attempt's record that are known at its end."""
 
     @property
     def notes(self) -> list[str]:

@@ -8,17 +8,20 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import cast
 
 import torch
 
 from ddbatch import __version__
 from ddbatch.config import Config
-from ddbatch.core import ShapePlan, StopFinder
+from ddbatch.core import StopFinder
 from ddbatch.data.fingerprint import hash_weights
+from ddbatch.engine.curves import AcceptanceCurve, AcceptanceDict
 from ddbatch.engine.limits import GemmLimit
 from ddbatch.engine.numerics import measure_numerics
-from ddbatch.engine.plan import AUTO_PAGE_CUDA, Method, choose_method, plan_shapes
+from ddbatch.engine.plan import AUTO_PAGE_CUDA, Method, auto_rows, choose_methods, plan_shapes
 from ddbatch.engine.sampling import DrawKind, draw_kind
+from ddbatch.jobs.generating.planning import Wish
 from ddbatch.jobs.generating.sampling_options import check_ids, run_sampling
 from ddbatch.jobs.generating.serving import EngineDecoder, ServeOptions
 from ddbatch.jobs.generating.trials import Trials
@@ -56,15 +59,13 @@ def open_pair(config: Config, eos_token_id: int | None) -> EnginePair:
         device=device,
         dtype=dtype,
         limit=limit_of(config.engine.gemm_limit, about),
-        method=choose_method(
+        methods=choose_methods(
             config.engine.method, _auto(config.engine.budget), drafter is not None
         ),
         eos_token_ids=tuple(sorted(eos)),
         recommended=advice.recommended,
     )
-    # A plan above a limit is refused now.
-    if pair.plan(None) != replace(pair, limit=None).plan(None):
-        say(f"note: the plan is lowered to {pair.limit}")
+    pair.check_limit()
     if config.engine.capture is True and device.type == "cpu":
         raise ValueError(
             "engine.capture=true: CUDA graphs need a CUDA device, and the run decodes on the CPU; "
@@ -90,7 +91,7 @@ class EnginePair:
     device: torch.device
     dtype: DtypeName
     limit: GemmLimit | None
-    method: Method
+    methods: tuple[Method, ...]
     eos_token_ids: tuple[int, ...]
     recommended: tuple[str, ...]
 
@@ -108,29 +109,50 @@ class EnginePair:
     def about(self) -> dict[str, object]:
         """Device, method and versions."""
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
+        wish = self.wish(None)
         return {
             "device": name,
             "dtype": self.dtype,
-            "method": self.method,
-            "plan": asdict(self.plan(None)),
+            "method": self.methods[0] if len(self.methods) == 1 else "auto",
+            "plan": "auto" if wish.is_measured else asdict(wish.shape(wish.rows)),
             "reproducible": self.config.engine.reproducible,
             "torch": torch.__version__,
         }
 
-    def plan(self, num_rows: int | None) -> ShapePlan:
-        """Shapes of a round for so many rows to decode (None: many)."""
+    def wish(self, num_rows: int | None) -> Wish:
+        """What the options ask for, for so many rows to decode (None: many)."""
         engine = self.config.engine
-        return plan_shapes(
-            self.method,
+        is_captured = self.device.type == "cuda" and engine.capture in ("auto", True)
+        # One plan for the run where bits must not depend on it.
+        has_ladder = is_captured and not engine.reproducible
+        rows = _auto(engine.rows)
+        wish = Wish(
+            methods=self.methods,
             budget=_auto(engine.budget),
             topk=_auto(engine.topk),
-            rows=_auto(engine.rows),
+            rows=rows or auto_rows(self.device.type, num_rows, has_ladder=has_ladder),
             block=1 if self.drafter is None else self.drafter.block,
             vocab=self.target.vocab,
-            gemm_limit=self.limit,
+            limit=self.limit,
             device=self.device.type,
-            num_prompts=num_rows,
+            has_ladder=has_ladder,
         )
+        return wish if rows else wish.fitted()
+
+    def check_limit(self) -> None:
+        """Refuse rows and a budget that are above the GEMM limit; say where others are lowered."""
+        wish, free = self.wish(None), replace(self, limit=None).wish(None)
+        plan_shapes(
+            wish.narrowest,
+            budget=wish.budget,
+            topk=wish.topk,
+            rows=wish.rows,
+            block=wish.block,
+            vocab=wish.vocab,
+            gemm_limit=wish.limit,
+        )
+        if wish.shape(wish.rows) != free.shape(free.rows):
+            say(f"note: the plan is lowered to {self.limit}")
 
     @property
     def serve_options(self) -> ServeOptions:
@@ -161,7 +183,8 @@ class EnginePair:
     def load(self, num_rows: int, finder: StopFinder, trials: Trials) -> EngineDecoder:
         """Read the weights."""
         set_numerics()
-        plan = self.plan(num_rows)
+        wish = self.wish(num_rows)
+        plan = wish.shape(wish.rows)
         limit = _auto(self.config.engine.max_len) or self.context
         # Caches hold whole pages, and drafted nodes may reach a block beyond the last token.
         num_positions = limit + (_auto(self.config.engine.page) or AUTO_PAGE_CUDA) + plan.block
@@ -174,19 +197,37 @@ class EnginePair:
             in_order=self.config.engine.reproducible,
         )
         drafter = None
-        if plan.nodes > 1:
+        if plan.nodes > 1:  # where nothing is measured; what may be measured drafts too
             assert self.drafter is not None
             path = Path(str(self.config.drafter.path))
             drafter = load_drafter(path, self.drafter, self.dtype, self.device, num_positions)
         numerics = None
         if self.dtype != "float32":
             # Not the plan in force: where few rows are left it would take a batch a canary.
-            numerics = measure_numerics(target, drafter, self.plan(None))
+            many = self.wish(None)
+            numerics = measure_numerics(target, drafter, many.shape(many.rows))
             if not numerics.is_sound:
                 say(f"note: {numerics}")
         return EngineDecoder(
-            target, drafter, plan, numerics, finder, trials, self.serve_options, self._fingerprint()
+            target,
+            drafter,
+            wish,
+            num_rows,
+            numerics,
+            finder,
+            trials,
+            self.serve_options,
+            self._fingerprint(),
+            _acceptance_before(trials),
         )
+
+
+def _acceptance_before(trials: Trials) -> AcceptanceCurve | None:
+    """What the last attempt that noted it saw of this run's text."""
+    match trials.found_before("planner"):
+        case {"acceptance": {"counts": [*_]} as told}:
+            return AcceptanceCurve.from_dict(cast(AcceptanceDict, told))
+    return None
 
 
 def choose_device(name: str) -> torch.device:

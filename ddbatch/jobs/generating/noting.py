@@ -73,10 +73,12 @@ def note_distrust(folder: RunFolder, attempt: str, reason: str) -> None:
         say(f"note: that the audit failed is not noted in the folder: {error}")
 
 
-def note_end(folder: RunFolder, attempt: str, code: int, reason: str) -> None:
+def note_end(
+    folder: RunFolder, attempt: str, code: int, reason: str, found: Mapping[str, object]
+) -> None:
     """Best effort: a full disk must not hide why the run ends."""
     try:
-        end_attempt(folder, attempt, code, reason)
+        end_attempt(folder, attempt, code, reason, found)
     except OSError as error:
         say(f"note: the end of attempt {attempt} is not noted: {error}")
     with suppress(OSError):  # what is not committed stays for the next start to sweep

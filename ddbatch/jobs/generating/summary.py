@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from ddbatch.core import EngineStats, ShapePlan
+from ddbatch.core import ShapePlan
+from ddbatch.jobs.generating.decoder import Decoder
 from ddbatch.jobs.generating.tally import Counts, Tally
 from ddbatch.jobs.show import counted, duration, facts, plural, share, tell
 
 # More truncated rows than this deserve a word.
 _MANY_TRUNCATED = 0.2
+_SHOWN_PLANS = 4
 
 
 def print_summary(
     output_dir: str,
     tally: Tally,
-    plan: ShapePlan,
-    figures: EngineStats,
+    decoder: Decoder,
     seconds: float,
     notes: Sequence[str],
 ) -> None:
@@ -26,7 +27,7 @@ def print_summary(
 
     seconds: decoding, without loading weights. notes: more to be said, a line each.
     """
-    own, run = tally.own, tally.committed
+    own, run, figures = tally.own, tally.committed, decoder.figures
     lines = [("rows", _rows(own))]
     if own.num_rows != run.num_rows:
         lines.append(("whole run", f"{_rows(run)}; {tally.num_left:,} of {tally.num_units:,} left"))
@@ -47,13 +48,9 @@ def print_summary(
         )
     if figures.row_rounds:
         useful = share(figures.live_row_rounds, figures.row_rounds)
-        lines.append(
-            (
-                "plan",
-                f"{plan.rows} rows x {plan.nodes} nodes, {figures.rounds:,} rounds, "
-                f"{useful} of row-rounds useful",
-            )
-        )
+        lines.append(("plan", f"{_plans(decoder.rounds)}, {useful} of row-rounds useful"))
+        if decoder.choice is not None:
+            lines.append(("chosen last", decoder.choice))
     if figures.prefill_seconds:
         lines.append(
             (
@@ -85,6 +82,21 @@ def print_summary(
 def done_text(output_dir: str, tally: Tally) -> str:
     """What a start on a complete run says."""
     return f"nothing to do: {output_dir} is complete, {_rows(tally.committed)}"
+
+
+def _plans(rounds: Mapping[ShapePlan, int]) -> str:
+    """ "32 rows x 1 node in 1,204 rounds, 8 x 5 in 77, 2 more in 12", by rounds."""
+    most = sorted(rounds.items(), key=lambda item: -item[1])
+    shown, others = most[:_SHOWN_PLANS], most[_SHOWN_PLANS:]
+    texts = [
+        f"{plan.rows} rows x {plural(plan.nodes, 'node')} in {plural(count, 'round')}"
+        if place == 0
+        else f"{plan.rows} x {plan.nodes} in {count:,}"
+        for place, (plan, count) in enumerate(shown)
+    ]
+    if others:
+        texts.append(f"{len(others)} more in {sum(count for _, count in others):,}")
+    return ", ".join(texts)
 
 
 def _rows(counts: Counts) -> str:

@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ddbatch.core import RunError
-from ddbatch.data.attempts import read_attempts
+from ddbatch.data.attempts import Attempt, read_attempts
 from ddbatch.data.folder import RunFolder, list_names, write_new
 from ddbatch.jobs.show import one_line, say
 
@@ -92,12 +92,16 @@ class Trials:
         place = self._folder.state("trying")
         files = [place / name for name in list_names(place) if name.endswith(".json")]
         if files:
-            over = self._attempts_over()
+            over = {attempt.name for attempt in self._attempts() if attempt.is_over}
             with self._disk():
                 self._excluded.update(
                     name for file in files if file.stem in over for name in _claim(file)
                 )
         return frozenset(self._excluded)
+
+    def found_before(self, name: str) -> object:
+        """What the last attempt that has noted something by this name found; None = none has."""
+        return next((a.found[name] for a in reversed(self._attempts()) if name in a.found), None)
 
     def restart(self, reason: str) -> None:
         """Run the same command anew, in this process, without the plan that a CUDA fault ended.
@@ -119,13 +123,12 @@ class Trials:
     def _gate(self, name: str) -> Path:
         return self._folder.state("gates") / f"{hashlib.sha256(name.encode()).hexdigest()}.json"
 
-    def _attempts_over(self) -> set[str]:
+    def _attempts(self) -> list[Attempt]:
         try:
-            attempts = read_attempts(self._folder)
+            return read_attempts(self._folder)
         except RunError as error:  # nothing that keeps the run right depends on them
             say(f"note: {error}")
-            return set()
-        return {attempt.name for attempt in attempts if attempt.is_over}
+            return []
 
     @contextmanager
     def _disk(self) -> Iterator[None]:

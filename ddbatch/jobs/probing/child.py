@@ -58,7 +58,6 @@ def main(text: str) -> int:
                 block=BLOCK,
                 vocab=dims.vocab,
                 gemm_limit=None,
-                device=device.type,
             )
             _say({"rows": plan.rows, "nodes": plan.nodes})
             found = measure_width(target, plan, is_captured=task.is_captured)
