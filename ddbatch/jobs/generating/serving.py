@@ -107,6 +107,11 @@ class EngineDecoder:
         return self._wish.shape(self._wish.rows) if self._engine is None else self._engine.plan
 
     @property
+    def engine(self) -> Engine | None:
+        """None before the first grow."""
+        return self._engine
+
+    @property
     def rounds(self) -> Mapping[ShapePlan, int]:
         """How many there were of each plan."""
         return self._rounds
@@ -140,8 +145,8 @@ class EngineDecoder:
             if not is_out_of_memory(error):
                 raise
             raise RunError(
-                f"engine.rows={self._wish.rows}: no memory for so many rows with room for {max_len} "
-                f"tokens each ({str(error).splitlines()[0]}); choose fewer "
+                f"engine.rows={self._wish.rows}: no memory for so many rows with room for "
+                f"{max_len} tokens each ({str(error).splitlines()[0]}); choose fewer "
                 "rows or a smaller engine.max_len"
             ) from error
         self._max_len = max_len
@@ -182,16 +187,17 @@ class EngineDecoder:
         decoding."""
         options, rows = self._options, max(plan.rows for plan in plans)
         first, plain = plans[0], ShapePlan(rows=rows, nodes=1, block=1, draft_depth=0, topk=0)
-        groups = [(plans, True), ([first], False), ([plain], True), ([plain], False)]
-        arms = [
+        ways = [(plans, True), ([first], False), ([plain], True), ([plain], False)]
+        if not options.is_captured:
+            ways = [(plans, False), ([plain], False)]
+        groups = [
             tuple(Arm(plan, cache_plan, is_captured) for plan in group)
-            for group, is_captured in groups
-            if options.is_captured or not is_captured
+            for group, is_captured in ways
         ]
         if not options.is_gated:
-            return self._build(arms[0])
+            return self._build(groups[0])
         return choose_engine(
-            list(dict.fromkeys(arms)),
+            list(dict.fromkeys(groups)),
             self._build,
             lambda engine, is_first: self._judge(engine, is_first, len(plans)),
             self._trials,
