@@ -47,7 +47,8 @@ Jobs
   status              how far the run in output_dir is
   check               read the run in output_dir again and verify every part
   merge               one clean dataset of it: merge.output_dir=DIR
-  not built yet:      verify bench sweep probe train report
+  probe               how many tokens a round may have on this GPU
+  not built yet:      verify bench sweep train report
 
 Required (the demo is what runs without model, drafter and prompts)
   model.path=DIR      the target: a Hugging Face checkpoint folder

@@ -22,7 +22,7 @@ MISSING = "???"  # how Hydra writes a required value that is not set
 
 JOBS: tuple[str, ...] = ("generate", "check", "status", "merge", "estimate", "verify", "bench")
 JOBS += ("sweep", "probe", "train", "report")
-BUILT_JOBS = ("generate", "check", "status", "merge", "estimate")
+BUILT_JOBS = ("generate", "check", "status", "merge", "estimate", "probe")
 
 LARGEST = sys.float_info.max  # no limit, but neither inf nor nan passes
 
@@ -107,6 +107,9 @@ RULES: dict[str, Rule] = {
     "estimate.rows": COUNT,
     "estimate.tokens_per_second": Rule(low=0, is_open=True, is_whole=False),
     "estimate.output_tokens": COUNT,
+    "probe.widest": COUNT,
+    "probe.step": COUNT,
+    "probe.timeout": COUNT,
 }
 
 # Options of the engine's later releases: nothing but the default is accepted.
@@ -123,6 +126,7 @@ REQUIRED_BY_JOB: dict[str, tuple[str, ...]] = {
     "status": ("output_dir",),
     "merge": ("output_dir", "merge.output_dir"),
     "estimate": ("model.path", "data.path"),
+    "probe": ("model.path",),
 }
 FILES = (
     "drafter.path",
@@ -217,6 +221,11 @@ def _check_together(config: Config) -> None:
     if not fullmatch(r"auto|cpu|cuda(:\d+)?", engine.device):
         guess = did_you_mean(engine.device, ("auto", "cpu", "cuda"))
         raise ValueError(f"engine.device={engine.device}: expected auto, cpu, cuda, cuda:N{guess}")
+    if config.probe.step > config.probe.widest:
+        raise ValueError(
+            f"probe.step={config.probe.step} with probe.widest={config.probe.widest}: "
+            "allowed: a step that is no more than that"
+        )
     _check_method(config)
     _check_stops(config)
     if sampling.n > 1 and sampling.temperature == 0:

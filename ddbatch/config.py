@@ -159,6 +159,15 @@ class StatusConfig:
 
 
 @dataclass
+class ProbeConfig:
+    """job=probe: how many tokens a round may have on this GPU."""
+
+    widest: int = 4096  # tokens
+    step: int = 64  # how near the answer comes
+    timeout: int = 120
+
+
+@dataclass
 class Config:
     """Everything a job is told. Not frozen: Hydra could not override a frozen class."""
 
@@ -174,6 +183,7 @@ class Config:
     merge: MergeConfig = field(default_factory=MergeConfig)
     estimate: EstimateConfig = field(default_factory=EstimateConfig)
     status: StatusConfig = field(default_factory=StatusConfig)
+    probe: ProbeConfig = field(default_factory=ProbeConfig)
 
 
 def option_types(group: type = Config, prefix: str = "") -> dict[str, object]:

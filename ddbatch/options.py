@@ -81,7 +81,8 @@ DESCRIPTIONS: dict[str, str] = {
     "engine.rows": "sequences decoded side by side",
     "engine.max_len": "prompt and output tokens of a row together; part of the identity",
     "engine.page": "tokens a page of the cache",
-    "engine.gemm_limit": "refuse plans with more tokens a round (rows x (budget + 1))",
+    "engine.gemm_limit": "tokens a round (rows x (budget + 1)) that plans keep to; asking for more "
+    "is refused",
     "engine.capture": "run each round as one CUDA graph",
     "engine.gate": "on CUDA: hold a plan against plain decoding before it serves rows",
     "engine.on_gate_failure": "stop the run, or go on with a plan that passes the gate",
@@ -112,6 +113,9 @@ DESCRIPTIONS: dict[str, str] = {
     "estimate.tokens_per_second": "speed of a worker, to tell the time",
     "estimate.output_tokens": "mean length of a completion; null takes the cap",
     "status.json": "one JSON object instead of a screen",
+    "probe.widest": "tokens of the widest round that is tried",
+    "probe.step": "tokens of the narrowest round that is tried, and how near the answer comes",
+    "probe.timeout": "seconds that a round of one width may take, with its process's start",
 }
 
 # What the word auto stands for, where it is the default.
@@ -122,10 +126,10 @@ AUTO: dict[str, str] = {
     "engine.method": "`ddtree` with a drafter, else `autoregressive`",
     "engine.budget": "16",
     "engine.topk": "the budget, at most 64",
-    "engine.rows": "8 on a CPU, 32 on CUDA, no more than there are prompts",
+    "engine.rows": "8 on a CPU, 32 on CUDA, no more than there are prompts or fit the limit",
     "engine.max_len": "the model's context",
     "engine.page": "a whole row on a CPU, 64 on CUDA",
-    "engine.gemm_limit": "no limit",
+    "engine.gemm_limit": "what `job=probe` found, else what is known of the GPU; mostly no limit",
     "engine.capture": "`true` on CUDA, `false` on a CPU",
     "output.resume": "go on with what is there",
     "shards.start": "from the number of a Slurm array's task",

@@ -109,7 +109,7 @@ def test_a_job_is_chosen_by_name(job: str, capsys: Captured) -> None:
 
 def test_a_job_that_is_not_built_answers_one_line(capsys: Captured) -> None:
     lines = refused(capsys, "job=bench")
-    built = "generate, check, status, merge, estimate"
+    built = "generate, check, status, merge, estimate, probe"
     assert lines == [f"error: job=bench is not built yet; built: {built}"]
 
 
@@ -125,6 +125,7 @@ def test_a_job_that_is_not_built_answers_one_line(capsys: Captured) -> None:
         ("status", "output_dir"),
         ("merge", "output_dir, merge.output_dir"),
         ("estimate", "model.path, data.path"),
+        ("probe", "model.path"),
     ],
 )
 def test_each_job_names_all_that_it_needs(job: str, missing: str, capsys: Captured) -> None:

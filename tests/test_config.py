@@ -39,6 +39,7 @@ output.card=null shards.rows=20000 shards.start=auto shards.wait=false
 merge.output_dir=null merge.runs=[] merge.format=full merge.by=key merge.filter=null merge.dedup=[]
 merge.reasoning=keep merge.file_type=parquet merge.file_mb=300
 estimate.rows=null estimate.tokens_per_second=null estimate.output_tokens=null status.json=false
+probe.widest=4096 probe.step=64 probe.timeout=120
 """
 
 

@@ -108,7 +108,7 @@ def test_jobs_that_are_not_built_are_told_apart() -> None:
 def test_auto_is_told_with_the_numbers_of_the_planner() -> None:
     assert row(options.first_table(), "engine.rows")[1] == (
         f"`auto`: {AUTO_ROWS['cpu']} on a CPU, {AUTO_ROWS['cuda']} on CUDA, "
-        "no more than there are prompts"
+        "no more than there are prompts or fit the limit"
     )
     assert options.AUTO["engine.budget"] == str(AUTO_BUDGET)
     assert options.AUTO["engine.topk"].endswith(f"at most {MAX_TOPK}")

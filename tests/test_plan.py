@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddbatch.core import CachePlan, PrefillPlan, ShapePlan
+from ddbatch.engine.limits import GemmLimit
 from ddbatch.engine.plan import (
     KEY_STEP,
     MAX_CHUNKS,
@@ -19,6 +20,7 @@ from ddbatch.engine.plan import (
     plan_cache,
     plan_prefill,
     plan_shapes,
+    rows_under,
 )
 
 METHODS = st.sampled_from(["ddtree", "chain", "autoregressive"])
@@ -33,6 +35,7 @@ def plan(
     block: int = 16,
     vocab: int = 1000,
     gemm_limit: int | None = None,
+    source: str = "engine.gemm_limit",
 ) -> ShapePlan:
     return plan_shapes(
         method,
@@ -41,7 +44,7 @@ def plan(
         rows=rows,
         block=block,
         vocab=vocab,
-        gemm_limit=gemm_limit,
+        gemm_limit=None if gemm_limit is None else GemmLimit(gemm_limit, source),
     )
 
 
@@ -102,6 +105,39 @@ def test_a_limit_below_one_row_of_this_budget_names_the_budget_that_fits() -> No
         plan(budget=16, rows=2, gemm_limit=10)
 
 
+def test_a_refused_plan_names_rows_budget_limit_its_source_and_the_most_rows() -> None:
+    with pytest.raises(ValueError, match="tokens exceed") as caught:
+        plan(budget=6, rows=4, gemm_limit=20, source="job=probe on NVIDIA H200, 2026-12-01")
+    assert str(caught.value) == (
+        "engine.rows=4 x (engine.budget=6 + 1) = 28 tokens exceed engine.gemm_limit=auto, which is "
+        "20 here (job=probe on NVIDIA H200, 2026-12-01); allowed: at most 2 rows for this budget"
+    )
+
+
+@pytest.mark.parametrize(
+    ("method", "rows", "limit", "nodes"),
+    [
+        ("ddtree", 20, 100, 5),
+        ("chain", 20, 100, 5),
+        ("ddtree", 60, 120, 2),  # no tree has less than one draft
+        ("ddtree", 32, 1152, 17),  # room enough
+    ],
+)
+def test_a_budget_that_is_left_to_the_planner_is_lowered_to_the_limit(
+    method: Method, rows: int, limit: int, nodes: int
+) -> None:
+    assert plan(method, rows=rows, gemm_limit=limit).nodes == nodes
+
+
+@given(limit=st.integers(1, 3000), rows=st.integers(1, 600), nodes=st.integers(1, 70))
+def test_rows_are_lowered_no_further_than_to_the_limit(limit: int, rows: int, nodes: int) -> None:
+    found = rows_under(GemmLimit(limit, "test"), rows, nodes)
+    assert 1 <= found <= rows
+    assert found * nodes <= limit or found == 1
+    assert found == rows or (found + 1) * nodes > limit
+    assert rows_under(None, rows, nodes) == rows
+
+
 @given(
     method=METHODS,
     budget=st.none() | st.integers(1, 300),
@@ -120,16 +156,20 @@ def test_no_plan_exceeds_its_limit(
     limit: int,
     topk: int | None,
 ) -> None:
+    """A plan that fits stays as it is; a budget of the planner's is lowered, others are refused."""
     options = {"budget": budget, "rows": rows, "block": block, "vocab": vocab, "topk": topk}
     whole = plan(method, **options)
-    if whole.rows * whole.nodes > limit:
-        most_rows, most_budget = limit // whole.nodes, max(0, limit // whole.rows - 1)
-        allowed = f"{most_rows} rows" if most_rows else f"budget of at most {most_budget}"
-        with pytest.raises(ValueError, match=allowed) as caught:
+    least_nodes = whole.nodes if budget is not None else min(whole.nodes, 2)
+    if rows * least_nodes > limit:
+        refused = f"engine.gemm_limit={limit}; allowed: at most|a budget of at most"
+        with pytest.raises(ValueError, match=refused):
             plan(method, **options, gemm_limit=limit)
-        assert f"engine.gemm_limit={limit}" in str(caught.value)
     else:
-        assert plan(method, **options, gemm_limit=limit) == whole
+        made = plan(method, **options, gemm_limit=limit)
+        assert made.rows * made.nodes <= limit
+        assert made.rows == rows
+        assert made.nodes == whole.nodes or budget is None
+        assert made == whole or rows * whole.nodes > limit
     if budget is not None:
         assert whole.nodes <= budget + 1
     assert whole.draft_depth < block

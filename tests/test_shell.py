@@ -22,7 +22,11 @@ TYPED = [
     ("data.limit=5 data.limit=6", "data.limit is given twice", "keep one of them"),
     ("sampling.temprature=1", "no such option", "did you mean sampling.temperature?"),
     ("job=generat", "job=generat", "did you mean generate?"),
-    ("job=chek", "expected generate, check, status, merge or estimate", "did you mean check?"),
+    (
+        "job=chek",
+        "expected generate, check, status, merge, estimate or probe",
+        "did you mean check?",
+    ),
     ("help", "help: not of the form KEY=VALUE", "write --help"),
     ("'sampling.stop=[###]'", "Hydra cannot read", """'sampling.stop=["a","b"]'"""),
     ("output.store=all", "a list like [a,b] of prompt_ids or acceptance", ""),

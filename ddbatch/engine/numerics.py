@@ -115,7 +115,7 @@ def measure_numerics(
         for errors, scores_TV in ((engine_errors, found.scores_TV), (plain_errors, plain_TV)):
             told = scores_TV.log_softmax(dim=1).gather(1, best.indices)
             errors.append((told - best.values).abs())
-    plain, engine = _percentile(plain_errors), _percentile(engine_errors)
+    plain, engine = high_percentile(plain_errors), high_percentile(engine_errors)
     gap = FLOAT32_GAP if dtype == torch.float32 else GAP_FACTOR * plain
     return Numerics(str(dtype).removeprefix("torch."), plain, engine, gap)
 
@@ -191,7 +191,8 @@ def partings_of(
         yield Parting(first + at, emitted[at], int(drawn.tokens[at]), float(slack_T[at]))
 
 
-def _percentile(errors: Sequence[Tensor]) -> float:
+def high_percentile(errors: Sequence[Tensor]) -> float:
+    """The PERCENTILE of all of them."""
     if not errors:
         return 0.0
     flat = torch.cat([part.flatten() for part in errors])

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Literal
 
 from ddbatch.core import CachePlan, PrefillPlan, ShapePlan
+from ddbatch.engine.limits import GemmLimit
 from ddbatch_kernels.build_tree import tree_capacity
 
 Method = Literal["ddtree", "chain", "autoregressive"]
@@ -52,6 +53,11 @@ def auto_rows(device: str, num_prompts: int | None, *, has_ladder: bool) -> int:
     return rows if num_prompts is None else max(1, min(rows, num_prompts))
 
 
+def rows_under(limit: GemmLimit | None, rows: int, nodes: int) -> int:
+    """Rows that are the planner's, lowered to what a limit leaves with so many nodes each."""
+    return rows if limit is None else max(1, min(rows, limit.tokens // nodes))
+
+
 def plan_shapes(
     method: Method,
     *,
@@ -60,37 +66,47 @@ def plan_shapes(
     rows: int,
     block: int,
     vocab: int,
-    gemm_limit: int | None,
+    gemm_limit: GemmLimit | None,
 ) -> ShapePlan:
     """Shapes of one round. block: the drafter's block size, or less: a shorter block costs less and
     is accepted a little less (unused for autoregressive).
 
-    A budget beyond what a tree of this depth and branching can hold is cut to it. ValueError where
-    rows x nodes exceeds gemm_limit.
+    A budget beyond what a tree of this depth and branching can hold is cut to it. A budget
+    that is the planner's is lowered to gemm_limit. ValueError where rows x nodes exceeds it all the
+    same.
     """
     if method == "autoregressive":
         plan = ShapePlan(rows=rows, nodes=1, block=1, draft_depth=0, topk=0)
     else:
         depth = block - 1
+        if budget is None:
+            budget = depth if method == "chain" else AUTO_BUDGET
+            if gemm_limit is not None:  # at least one draft, as the method asks for
+                budget = max(1, min(budget, gemm_limit.tokens // rows - 1))
         if method == "chain":  # the top-1 path is the tree with one candidate a position
-            budget, topk = min(budget or depth, depth), 1
-        else:
-            budget = AUTO_BUDGET if budget is None else budget
-            topk = min(budget, MAX_TOPK) if topk is None else topk
+            budget, topk = min(budget, depth), 1
+        elif topk is None:
+            topk = min(budget, MAX_TOPK)
         depth, topk = min(depth, budget), min(topk, budget, vocab)
         budget = tree_capacity(depth, topk, budget)
         plan = ShapePlan(rows=rows, nodes=budget + 1, block=block, draft_depth=depth, topk=topk)
-    if gemm_limit is not None and plan.rows * plan.nodes > gemm_limit:
-        most_rows, most_nodes = gemm_limit // plan.nodes, gemm_limit // plan.rows
-        allowed = f"at most {most_rows} rows for this budget"
-        if not most_rows:
-            allowed = f"a budget of at most {max(0, most_nodes - 1)} for this many rows"
-        raise ValueError(
-            f"engine.rows={plan.rows} x (engine.budget={plan.nodes - 1} + 1) = "
-            f"{plan.rows * plan.nodes} tokens exceed engine.gemm_limit={gemm_limit}; "
-            f"allowed: {allowed}"
-        )
+    if gemm_limit is not None:
+        _check_limit(plan, gemm_limit)
     return plan
+
+
+def _check_limit(plan: ShapePlan, limit: GemmLimit) -> None:
+    tokens = plan.rows * plan.nodes
+    if tokens <= limit.tokens:
+        return
+    most_rows, most_nodes = limit.tokens // plan.nodes, limit.tokens // plan.rows
+    allowed = f"at most {most_rows} rows for this budget"
+    if not most_rows:
+        allowed = f"a budget of at most {max(0, most_nodes - 1)} for this many rows"
+    raise ValueError(
+        f"engine.rows={plan.rows} x (engine.budget={plan.nodes - 1} + 1) = {tokens} tokens exceed "
+        f"{limit}; allowed: {allowed}"
+    )
 
 
 def plan_cache(

@@ -6,7 +6,7 @@ about text, files of prompts or parts.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import cast
 
@@ -17,6 +17,7 @@ from ddbatch.config import Config
 from ddbatch.core import StopFinder
 from ddbatch.data.fingerprint import hash_weights
 from ddbatch.engine.curves import AcceptanceCurve, AcceptanceDict
+from ddbatch.engine.limits import GemmLimit
 from ddbatch.engine.numerics import measure_numerics
 from ddbatch.engine.plan import AUTO_PAGE_CUDA, Method, auto_rows, choose_methods, plan_shapes
 from ddbatch.engine.sampling import DrawKind, draw_kind
@@ -24,6 +25,7 @@ from ddbatch.jobs.generating.planning import Wish
 from ddbatch.jobs.generating.sampling_options import check_ids, run_sampling
 from ddbatch.jobs.generating.serving import EngineDecoder, ServeOptions
 from ddbatch.jobs.generating.trials import Trials
+from ddbatch.jobs.probing.answers import facts_of, limit_of
 from ddbatch.jobs.reading import check_model_folder
 from ddbatch.jobs.show import say
 from ddbatch.models.decoder_config import read_generation_config
@@ -35,7 +37,7 @@ from ddbatch.models.load import check_pair, choose_dtype, load_drafter, load_tar
 
 def open_pair(config: Config, eos_token_id: int | None) -> EnginePair:
     """Read the configs of target and drafter; eos_token_id: the tokenizer's own."""
-    device = _device(config.engine.device)
+    device = choose_device(config.engine.device)
     folder = Path(config.model.path)
     target = read_target_dims(folder)
     drafter = None
@@ -48,12 +50,15 @@ def open_pair(config: Config, eos_token_id: int | None) -> EnginePair:
     if eos_token_id is not None:
         eos.add(eos_token_id)
     check_ids(config, target.vocab)
+    dtype = choose_dtype(config.model.dtype, target, device)
+    about = facts_of(target, dtype, device, in_order=config.engine.reproducible)
     pair = EnginePair(
         config=config,
         target=target,
         drafter=drafter,
         device=device,
-        dtype=choose_dtype(config.model.dtype, target, device),
+        dtype=dtype,
+        limit=limit_of(config.engine.gemm_limit, about),
         methods=choose_methods(
             config.engine.method, _auto(config.engine.budget), drafter is not None
         ),
@@ -85,6 +90,7 @@ class EnginePair:
     drafter: DrafterDims | None
     device: torch.device
     dtype: DtypeName
+    limit: GemmLimit | None
     methods: tuple[Method, ...]
     eos_token_ids: tuple[int, ...]
     recommended: tuple[str, ...]
@@ -119,30 +125,34 @@ class EnginePair:
         is_captured = self.device.type == "cuda" and engine.capture in ("auto", True)
         # One plan for the run where bits must not depend on it.
         has_ladder = is_captured and not engine.reproducible
-        return Wish(
+        rows = _auto(engine.rows)
+        wish = Wish(
             methods=self.methods,
             budget=_auto(engine.budget),
             topk=_auto(engine.topk),
-            rows=_auto(engine.rows) or auto_rows(self.device.type, num_rows, has_ladder=has_ladder),
+            rows=rows or auto_rows(self.device.type, num_rows, has_ladder=has_ladder),
             block=1 if self.drafter is None else self.drafter.block,
             vocab=self.target.vocab,
-            max_tokens=_auto(engine.gemm_limit),
+            limit=self.limit,
             device=self.device.type,
             has_ladder=has_ladder,
         )
+        return wish if rows else wish.fitted()
 
     def check_limit(self) -> None:
-        """Refuse rows and a budget that are above the GEMM limit."""
-        wish = self.wish(None)
+        """Refuse rows and a budget that are above the GEMM limit; say where others are lowered."""
+        wish, free = self.wish(None), replace(self, limit=None).wish(None)
         plan_shapes(
-            self.methods[0],
+            wish.narrowest,
             budget=wish.budget,
             topk=wish.topk,
             rows=wish.rows,
             block=wish.block,
             vocab=wish.vocab,
-            gemm_limit=wish.max_tokens,
+            gemm_limit=wish.limit,
         )
+        if wish.shape(wish.rows) != free.shape(free.rows):
+            say(f"note: the plan is lowered to {self.limit}")
 
     @property
     def serve_options(self) -> ServeOptions:
@@ -220,7 +230,8 @@ def _acceptance_before(trials: Trials) -> AcceptanceCurve | None:
     return None
 
 
-def _device(name: str) -> torch.device:
+def choose_device(name: str) -> torch.device:
+    """What engine.device means on this machine; ValueError where there is no such device."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     device = torch.device(name)

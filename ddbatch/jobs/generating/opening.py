@@ -257,7 +257,7 @@ def _message_fields(inputs: Inputs, columns: Columns, turns: str) -> set[str]:
 def _public_options(config: Config) -> dict[str, object]:
     """The options without anything that names a place: paths by their last name only."""
     options = asdict(config)
-    for name in ("output_dir", "merge", "estimate", "status"):
+    for name in ("output_dir", "merge", "estimate", "status", "probe"):
         del options[name]
     for group, key in (
         ("model", "path"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import cast
 
 import torch
@@ -18,8 +18,9 @@ from ddbatch.core import CachePlan, RunError, ShapePlan
 from ddbatch.engine.candidates import candidates, rungs, shortlist
 from ddbatch.engine.costs import measure_costs
 from ddbatch.engine.curves import CostCurve, CostDict
+from ddbatch.engine.limits import GemmLimit
 from ddbatch.engine.memory import Sizes, memory_need
-from ddbatch.engine.plan import Method, plan_cache, plan_prefill, plan_shapes
+from ddbatch.engine.plan import Method, plan_cache, plan_prefill, plan_shapes, rows_under
 from ddbatch.engine.programs import GraphPool
 from ddbatch.engine.sampling import DrawKind
 from ddbatch.jobs.generating.trials import Trials
@@ -35,8 +36,8 @@ LEAST_SPARE = 0.25  # of the rows
 @dataclass(frozen=True)
 class Wish:
     """What the options ask for; None = the planner decides. methods: those that may serve, the
-    first where nothing is measured. block, vocab: the drafter's. max_tokens: of a round, the GEMM
-    limit. has_ladder: plans change along the run."""
+    first where nothing is measured. block, vocab: the drafter's. limit: of a round's tokens.
+    has_ladder: plans change along the run."""
 
     methods: tuple[Method, ...]
     budget: int | None
@@ -44,7 +45,7 @@ class Wish:
     rows: int
     block: int
     vocab: int
-    max_tokens: int | None
+    limit: GemmLimit | None
     device: str
     has_ladder: bool
 
@@ -62,8 +63,19 @@ class Wish:
             rows=rows,
             block=self.block,
             vocab=self.vocab,
-            gemm_limit=None,
+            gemm_limit=None if self.is_measured else self.limit,
         )
+
+    @property
+    def narrowest(self) -> Method:
+        """The method with the fewest nodes that may serve."""
+        plain: Method = "autoregressive"
+        return plain if self.is_measured and plain in self.methods else self.methods[0]
+
+    def fitted(self) -> Wish:
+        """With no more rows than the limit leaves to the narrowest plan."""
+        nodes = 1 if self.narrowest == "autoregressive" else self.shape(1).nodes
+        return replace(self, rows=rows_under(self.limit, self.rows, nodes))
 
     def plans(self, rows: int) -> list[ShapePlan]:
         """All that could serve with at most so many rows."""
@@ -79,7 +91,7 @@ class Wish:
                 step,
                 block=self.block,
                 vocab=self.vocab,
-                max_tokens=self.max_tokens,
+                max_tokens=None if self.limit is None else self.limit.tokens,
                 has_drafter=True,
                 methods=self.methods,
                 topk=self.topk,
