@@ -47,7 +47,9 @@ Jobs
   status              how far the run in output_dir is
   check               read the run in output_dir again and verify every part
   merge               one clean dataset of it: merge.output_dir=DIR
-  not built yet:      verify bench sweep probe train report
+  bench               how fast this machine decodes with a pair, and what bounds
+                      it; needs no data.path
+  not built yet:      verify sweep probe train report
 
 Required (the demo is what runs without model, drafter and prompts)
   model.path=DIR      the target: a Hugging Face checkpoint folder

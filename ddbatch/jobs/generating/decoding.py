@@ -32,7 +32,7 @@ from ddbatch.models.load import check_pair, choose_dtype, load_drafter, load_tar
 
 def open_pair(config: Config, eos_token_id: int | None) -> EnginePair:
     """Read the configs of target and drafter; eos_token_id: the tokenizer's own."""
-    device = _device(config.engine.device)
+    device = choose_device(config.engine.device)
     folder = Path(config.model.path)
     target = read_target_dims(folder)
     drafter = None
@@ -58,16 +58,7 @@ def open_pair(config: Config, eos_token_id: int | None) -> EnginePair:
         recommended=advice.recommended,
     )
     pair.plan(None)  # a plan above a limit is refused now
-    if config.engine.capture is True and device.type == "cpu":
-        raise ValueError(
-            "engine.capture=true: CUDA graphs need a CUDA device, and the run decodes on the CPU; "
-            "allowed: auto, false"
-        )
-    if config.engine.reproducible and device.type == "cpu":
-        raise ValueError(
-            "engine.reproducible=true: sums are kept in order by kernels of a CUDA device, and the "
-            "run decodes on the CPU; allowed: false"
-        )
+    check_device_options(config, device)
     if drafter is None:
         say("drafter.path is not set: plain autoregressive decoding")
     return pair
@@ -181,7 +172,22 @@ class EnginePair:
         )
 
 
-def _device(name: str) -> torch.device:
+def check_device_options(config: Config, device: torch.device) -> None:
+    """Refuse what a CPU has no graphs and no kernels for."""
+    if config.engine.capture is True and device.type == "cpu":
+        raise ValueError(
+            "engine.capture=true: CUDA graphs need a CUDA device, and the run decodes on the CPU; "
+            "allowed: auto, false"
+        )
+    if config.engine.reproducible and device.type == "cpu":
+        raise ValueError(
+            "engine.reproducible=true: sums are kept in order by kernels of a CUDA device, and the "
+            "run decodes on the CPU; allowed: false"
+        )
+
+
+def choose_device(name: str) -> torch.device:
+    """What engine.device means on this machine."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     device = torch.device(name)
