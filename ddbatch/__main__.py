@@ -47,8 +47,8 @@ Jobs
   status              how far the run in output_dir is
   check               read the run in output_dir again and verify every part
   merge               one clean dataset of it: merge.output_dir=DIR
-  bench               how fast this machine decodes with a pair, and what bounds
-                      it; needs no data.path
+  bench               how fast this machine decodes with a pair, method by
+                      method, and what bounds it; needs no data.path
   not built yet:      verify sweep probe train report
 
 Required (the demo is what runs without model, drafter and prompts)

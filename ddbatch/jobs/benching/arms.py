@@ -8,11 +8,13 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, NamedTuple
 
+from ddbatch.checks import RULES
+
 if TYPE_CHECKING:
     from ddbatch.engine.plan import Method
 
 FORMS = "autoregressive, chain[:BUDGET[/BLOCK]] or ddtree[:BUDGET[/BLOCK]]"
-MOST_BUDGET = 1024  # as engine.budget
+MOST_BUDGET = int(RULES["engine.budget"].high)
 
 
 class Arm(NamedTuple):

@@ -53,10 +53,10 @@ def write(output_dir: str, rows: Sequence[Row], report: dict[str, object]) -> No
     """Both files, in the place of those that this process wrote before."""
     place = Path(output_dir)
     place.mkdir(parents=True, exist_ok=True)
-    table = pa.Table.from_pylist(list(rows), schema=SCHEMA)
-    _replace(place / TABLE, lambda file: pq.write_table(table, file))
     text = json.dumps(report, indent=1, allow_nan=False)
     _replace(place / REPORT, lambda file: file.write_text(text + "\n", encoding="utf-8"))
+    table = pa.Table.from_pylist(list(rows), schema=SCHEMA)
+    _replace(place / TABLE, lambda file: pq.write_table(table, file))
 
 
 def _replace(final: Path, write_to: Callable[[Path], object]) -> None:

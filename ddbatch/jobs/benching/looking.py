@@ -30,8 +30,8 @@ MIN_PROMPTS, PROMPTS_A_ROW = 8, 4
 
 @dataclass(frozen=True)
 class Start:
-    """What is known by then. prompts: of data.path, None: random ids. length: of the longest
-    sequence, in whole pages."""
+    """What is known by then. prompts: of data.path, None: random ids. call_len: tokens of the
+    longest sequence of a call; reach: of any sequence, in whole pages."""
 
     device: torch.device
     dtype: torch.dtype
@@ -39,7 +39,8 @@ class Start:
     limits: Limits
     prompts: list[tuple[int, ...]] | None
     about_prompts: str
-    length: int
+    call_len: int
+    reach: int
 
 
 def look(config: Config, arms: Sequence[Arm]) -> Start:
@@ -60,14 +61,14 @@ def look(config: Config, arms: Sequence[Arm]) -> Start:
             _check_plan(config, arm._replace(rows=rows), block, target.vocab, device, limits)
     new_tokens = config.bench.new_tokens
     prompts, about = None, "random ids, as many as the context"
-    longest = max(config.bench.context)
+    longest = context = max(config.bench.context)
     if config.data.path:
         most = max(num_prompts(config, rows) for rows in config.bench.rows)
         found = read_prompts(
             config, most, vocab=target.vocab, max_prompt_len=target.max_positions - new_tokens
         )
         prompts, lengths = found.token_ids, [len(ids) for ids in found.token_ids]
-        longest = max(longest, *lengths)
+        longest = max(lengths)
         about = (
             f"{plural(len(prompts), 'prompt')} of data.path, {min(lengths)} to {max(lengths)} "
             "tokens"
@@ -81,7 +82,8 @@ def look(config: Config, arms: Sequence[Arm]) -> Start:
         limits,
         prompts,
         f"{about}; {new_tokens} new tokens each, no stop",
-        longest + max(new_tokens, room) + (limits.page or AUTO_PAGE_CUDA),
+        longest + new_tokens,
+        max(longest + new_tokens, context + room) + (limits.page or AUTO_PAGE_CUDA),
     )
 
 

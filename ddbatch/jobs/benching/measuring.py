@@ -21,7 +21,7 @@ from ddbatch.jobs.benching.arms import Arm
 from ddbatch.jobs.benching.calls import Pass, run_engine
 from ddbatch.jobs.benching.engines import Limits, Pair, make_engine, plain_programs
 from ddbatch.jobs.benching.peers import PeerRun
-from ddbatch.jobs.benching.power import Reading, Watch
+from ddbatch.jobs.benching.power import MEAN_SECONDS, Reading, Watch
 from ddbatch.jobs.benching.rates import Works, works_of
 from ddbatch.jobs.benching.steady import (
     Run,
@@ -33,10 +33,10 @@ from ddbatch.jobs.benching.steady import (
     times_ms,
 )
 
-# Rounds of a repeat last at least so long; a GPU's watts are means of up to a second.
-ROUND_SECONDS = {"cpu": 0.2, "cuda": 1.0}
+# Rounds of a repeat last about so long; a GPU's watts are known after MEAN_SECONDS of them.
+ROUND_SECONDS = {"cpu": 0.2, "cuda": MEAN_SECONDS + 0.5}
 STAGE_SECONDS = 0.1
-MIN_RUNS, MAX_RUNS = 3, 2000
+MIN_RUNS, MAX_RUNS = 3, 5000
 STEADY_ROUNDS = 8  # no sequence ends before its rows are all live
 
 
@@ -94,9 +94,10 @@ class _Bed(NamedTuple):
     restore: Run
 
 
-def steady_room(depth: int) -> int:
-    """Tokens beyond its context that a sequence may need in a steady state; depth: of a draft."""
-    return STEADY_ROUNDS * (depth + 1)
+def steady_room(block: int) -> int:
+    """Tokens beyond its context that a sequence may need in a steady state; block: the drafter's,
+    which no round emits more than."""
+    return STEADY_ROUNDS * block
 
 
 def measure_group(
@@ -110,9 +111,8 @@ def measure_group(
     """Arms of one number of rows, and peers. step is called after each measurement."""
     rows, pair = arms[0].rows, setting.pair
     longest = max(len(prompt.token_ids) + prompt.max_new_tokens for prompt in work)
-    depth = max(0 if arm.block is None else arm.block for arm in arms)
-    depth = max(depth, 0 if pair.drafter is None else pair.drafter.dims.block)
-    max_len = max(longest, context + steady_room(depth))
+    block = 1 if pair.drafter is None else pair.drafter.dims.block
+    max_len = max(longest, context + steady_room(block))
     engines = [
         make_engine(pair, arm, max_len, setting.pool, coin=setting.coin, limits=setting.limits)
         for arm in arms

@@ -5,6 +5,7 @@ Knows the options' names. Imports no torch: models are told by their sizes.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -126,15 +127,21 @@ def check_sizes(
 
 
 def refuse_taken(output_dir: str) -> None:
-    """ValueError where the folder holds something that the files would join or replace."""
-    refuse_unwritable(RunFolder(Path(output_dir)))
-    held = {
-        "manifest.json": "a run",
-        REPORT: "an earlier measurement",
-        TABLE: "an earlier measurement",
-    }
+    """ValueError where the folder holds a run, or a measurement that came to its end."""
+    place = Path(output_dir)
+    refuse_unwritable(RunFolder(place))
+    held = {"manifest.json": "a run", REPORT: "an earlier measurement"}
     for name, what in held.items():
-        if Path(output_dir, name).exists():
+        if (place / name).exists() and not (name == REPORT and _is_unfinished(place / name)):
             raise ValueError(
                 f"output_dir={output_dir} holds {what} ({name}); allowed: another output_dir"
             )
+
+
+def _is_unfinished(report: Path) -> bool:
+    """Whether it is a measurement that was stopped: the same command may make it anew."""
+    try:
+        told = json.loads(report.read_bytes())
+    except ValueError:
+        return False
+    return isinstance(told, dict) and told.get("is_whole") is False

@@ -69,7 +69,10 @@ def transformers_ways(device: torch.device) -> dict[str, str | None]:
 def load_transformers(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
     """The same target in Hugging Face transformers."""
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
+    quiet: Any = logging
+    quiet.disable_progress_bar()
     model: Any = AutoModelForCausalLM.from_pretrained(
         folder, dtype=dtype, attn_implementation="sdpa"
     )
@@ -119,6 +122,7 @@ def load_vllm(
     make: Any = vllm.LLM
     options: dict[str, object] = {}
     if device.type == "cuda":
+        torch.cuda.empty_cache()
         free, whole = torch.cuda.mem_get_info(device)
         options["gpu_memory_utilization"] = VLLM_SHARE * free / whole
     return make(

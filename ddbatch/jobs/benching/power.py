@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 PERIOD_MS = 100
+MEAN_SECONDS = 1.0  # watts are means of what was drawn so long before
 _QUERY = "power.draw,power.limit,clocks.sm,clocks.mem"
 
 
@@ -82,10 +83,10 @@ class Watch:
             yield parse_smi(line)
 
     def during(self, started: float, stopped: float) -> Reading:
-        """Medians of what was read in the later half of a span of time.monotonic(): a driver's
-        watts are means of up to a second."""
-        middle = (started + stopped) / 2
-        return medians([item for at, item in list(self._readings) if middle <= at <= stopped])
+        """Medians of what was read in a span of time.monotonic(), once MEAN_SECONDS of it are over;
+        nothing of a shorter one."""
+        first = started + MEAN_SECONDS
+        return medians([item for at, item in list(self._readings) if first <= at <= stopped])
 
 
 def medians(readings: list[Reading]) -> Reading:
@@ -111,8 +112,11 @@ def _nvml_readings(uuid: str, stop: threading.Event) -> Iterator[Reading]:
     import pynvml
 
     nvml: Any = pynvml
-    nvml.nvmlInit()
-    handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
+    try:
+        nvml.nvmlInit()
+        handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
+    except nvml.NVMLError:  # no driver that it knows: nothing is told, and the report says so
+        return
 
     def told(read: Callable[..., float], *args: object, scale: float = 1.0) -> float | None:
         try:

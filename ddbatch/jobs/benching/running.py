@@ -33,7 +33,7 @@ from ddbatch.models.load import set_numerics
 def bench(config: Config, arms: Sequence[Arm]) -> None:
     """The job, of options that were checked by themselves. arms: at no number of rows yet."""
     start = look(config, arms)
-    if start.device.type == "cuda":
+    if start.device.index is not None:
         torch.cuda.set_device(start.device)
     set_numerics()
     target, drafter = Path(config.model.path), config.drafter.path
@@ -44,11 +44,11 @@ def bench(config: Config, arms: Sequence[Arm]) -> None:
             Path(str(drafter)) if has_drafts else None,
             str(start.dtype).removeprefix("torch."),
             start.device,
-            start.length,
+            start.reach,
             in_order=config.engine.reproducible,
         )
         rates = measure_rates(pair.device, pair.dtype)
-        peers = Peers(config.bench.peers, target, pair.dtype, pair.device, start.length)
+        peers = Peers(config.bench.peers, target, pair.dtype, pair.device, start.call_len)
     coin, capture = config.bench.acceptance, config.engine.capture
     acceptance = "random ids" if start.prompts is None else "data"
     with Watch(pair.device) as watch:
