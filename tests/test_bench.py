@@ -10,13 +10,16 @@ from typing import Any, NamedTuple
 
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 from ddbatch.__main__ import main
 from ddbatch.demo import demo_paths
 from ddbatch.engine.round import STAGES
+from ddbatch.jobs.benching import measuring
 
 Captured = pytest.CaptureFixture[str]
 PAIR = [f"model.path={demo_paths().model}", f"drafter.path={demo_paths().drafter}"]
+CPU = [*PAIR, "engine.device=cpu"]
 SMALL = ["bench.context=[48]", "bench.new_tokens=8", "bench.repeats=2", "bench.prompts=4"]
 
 
@@ -41,7 +44,10 @@ class Done(NamedTuple):
 
 
 def bench(place: Path, capsys: Captured, *options: str) -> Done:
-    assert main(["job=bench", f"output_dir={place}", *PAIR, *SMALL, *options]) == 0
+    with pytest.MonkeyPatch.context() as shorter:
+        shorter.setitem(measuring.ROUND_SECONDS, "cpu", 0.02)
+        shorter.setattr(measuring, "STAGE_SECONDS", 0.02)
+        assert main(["job=bench", f"output_dir={place}", *CPU, *SMALL, *options]) == 0
     return Done(
         place,
         capsys.readouterr().out,
@@ -179,10 +185,10 @@ def test_what_is_printed_fits_a_page_and_says_what_bounds_a_round(done: Done) ->
 def test_a_folder_with_an_earlier_measurement_or_a_run_is_refused(
     done: Done, capsys: Captured, tmp_path: Path
 ) -> None:
-    assert main(["job=bench", f"output_dir={done.place}", *PAIR, *SMALL]) == 2
+    assert main(["job=bench", f"output_dir={done.place}", *CPU, *SMALL]) == 2
     assert "holds an earlier measurement (bench.json)" in capsys.readouterr().err
     (tmp_path / "manifest.json").write_text("{}")
-    assert main(["job=bench", f"output_dir={tmp_path}", *PAIR, *SMALL]) == 2
+    assert main(["job=bench", f"output_dir={tmp_path}", *CPU, *SMALL]) == 2
     assert "holds a run (manifest.json); allowed: another output_dir" in capsys.readouterr().err
     assert (tmp_path / "manifest.json").read_text() == "{}"
 
@@ -213,5 +219,37 @@ def test_random_ids_say_that_their_acceptance_means_nothing(
 
 def test_plain_decoding_needs_no_drafter(capsys: Captured, tmp_path: Path) -> None:
     options = ["bench.arms=[autoregressive]", "bench.rows=[1]"]
-    assert main(["job=bench", f"output_dir={tmp_path}/out", PAIR[0], *SMALL, *options]) == 0
+    assert (
+        main(
+            [
+                "job=bench",
+                f"output_dir={tmp_path}/out",
+                PAIR[0],
+                "engine.device=cpu",
+                *SMALL,
+                *options,
+            ]
+        )
+        == 0
+    )
     assert "target, float32" in capsys.readouterr().out
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_rounds_are_captured_and_its_watts_are_told(
+    capsys: Captured, tmp_path: Path
+) -> None:
+    arms = "bench.arms=[autoregressive,chain,ddtree:5/4]"
+    options = ["bench.rows=[1,3]", "bench.acceptance=0.7", "bench.peers=[transformers]", arms]
+    assert main(["job=bench", f"output_dir={tmp_path}/out", *PAIR, *SMALL, *options]) == 0
+    said = capsys.readouterr().out
+    rows = pq.read_table(tmp_path / "out" / "bench.parquet").to_pylist()
+    ours = [row for row in rows if row["method"] is not None]
+    assert len(ours) == 12
+    assert all(row["watts"] > 0 and row["sm_mhz"] > 0 for row in ours)
+    assert said.count("% of the power limit") == 6
+    assert "transformers static, compiled" in said
+    document = json.loads((tmp_path / "out" / "bench.json").read_text())
+    assert document["watts"] in ("pynvml", "nvidia-smi")
+    assert "driver" in document["headline"]["machine"]

@@ -58,7 +58,7 @@ def acceptance_of(figures: Figures) -> str:
     length, item = figures.acceptance_length, figures.item
     if length is None:
         return ""
-    text = text_of(length.median)
+    text = f"{length.median:.2f}"
     return text if item.acceptance in (None, "data") else f"{text} ({item.acceptance})"
 
 
@@ -83,6 +83,10 @@ def notes(found: Sequence[Figures], prompts: str, watts: str) -> list[str]:
 
 def _percent(share: float | None) -> str:
     return "" if share is None else f"{100 * share:.0f}%"
+
+
+def _ratio(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
 
 
 def _equal(figures: Figures) -> str:
@@ -136,7 +140,7 @@ _SENTENCES: list[Column] = [*_NAMES, ("", lambda item: item.sentence or "")]
 _CALLS: list[Column] = [
     *_NAMES,
     ("tokens/s (min-max)", lambda item: spread_of(item.tokens_per_second)),
-    ("x plain", lambda item: text_of(item.against_plain)),
+    ("x plain", lambda item: _ratio(item.against_plain)),
     ("acceptance", acceptance_of),
     ("prefill", lambda item: _percent_of(item.prefill_percent)),
     ("equal", _equal),
