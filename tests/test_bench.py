@@ -15,7 +15,7 @@ import torch
 from ddbatch.__main__ import main
 from ddbatch.demo import demo_paths
 from ddbatch.engine.round import STAGES
-from ddbatch.jobs.benching import measuring
+from ddbatch.jobs.benching import measuring, running
 
 Captured = pytest.CaptureFixture[str]
 PAIR = [f"model.path={demo_paths().model}", f"drafter.path={demo_paths().drafter}"]
@@ -163,6 +163,7 @@ def test_no_file_names_a_place(done: Done) -> None:
     head = done.document["headline"]
     assert head["model"] == "target with drafter"
     assert head["dtype"] == "float32"
+    assert {"torch", "transformers", "ddbatch"} <= set(head)
     assert head["command"].startswith(
         "python -m ddbatch job=bench output_dir=out model.path=target"
     )
@@ -215,6 +216,32 @@ def test_random_ids_say_that_their_acceptance_means_nothing(
     assert re.search(r"^chain 1 .*\(random ids\)", done.said, re.M)
     assert "their acceptance length means nothing" in " ".join(done.said.split())
     assert done.of("chain 1", 1)["against_plain"] is None
+
+
+def test_a_lack_of_memory_is_no_bug_and_keeps_what_was_measured(
+    capsys: Captured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measure = running.measure_group
+
+    def measure_few(setting: Any, arms: Any, *others: Any) -> Any:
+        if arms[0].rows > 1:
+            raise RuntimeError("CUDA out of memory. Tried to allocate a lot")
+        return measure(setting, arms, *others)
+
+    monkeypatch.setattr(running, "measure_group", measure_few)
+    monkeypatch.setitem(measuring.ROUND_SECONDS, "cpu", 0.02)
+    options = ["bench.arms=[autoregressive]", "bench.rows=[1,2]"]
+    command = ["job=bench", f"output_dir={tmp_path}/out", *CPU, *SMALL, *options]
+    assert main(command) == 4
+    said = capsys.readouterr().err
+    assert "no memory for all arms side by side at bench.rows=2 and 48 tokens of context" in said
+    report = tmp_path / "out" / "bench.json"
+    assert json.loads(report.read_text())["is_whole"] is False
+    assert len(pq.read_table(tmp_path / "out" / "bench.parquet")) == 2
+    monkeypatch.setattr(running, "measure_group", measure)
+    assert main(command) == 0
+    assert json.loads(report.read_text())["is_whole"] is True
+    assert len(pq.read_table(tmp_path / "out" / "bench.parquet")) == 4
 
 
 def test_plain_decoding_needs_no_drafter(capsys: Captured, tmp_path: Path) -> None:

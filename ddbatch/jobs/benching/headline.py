@@ -8,6 +8,8 @@ from __future__ import annotations
 import platform
 import shlex
 import subprocess
+from collections.abc import Sequence
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -25,14 +27,14 @@ def machine_of(device: torch.device) -> str:
     return f"{_processor()}, {torch.get_num_threads()} threads"
 
 
-def versions() -> dict[str, str]:
-    """Of what rounds are made of."""
+def versions(peers: Sequence[str] = ()) -> dict[str, str]:
+    """Of what rounds are made of, and of libraries that were measured beside them."""
     found = {"ddbatch": __version__, "torch": torch.__version__}
     if find_spec("triton") is not None:
         import triton
 
         found["triton"] = triton.__version__
-    return found
+    return found | {name: version(name) for name in peers}
 
 
 def command_of(config: Config) -> str:
@@ -42,10 +44,16 @@ def command_of(config: Config) -> str:
         value = option(config, key)
         if value == option(default, key) or value == "":
             continue
-        if key in (*REQUIRED, *FILES) and isinstance(value, str):
-            value = Path(value).name or value
+        if key in (*REQUIRED, *FILES):
+            value = _last_names(value)
         words.append(f"{key}={shown(value)}")
     return shlex.join(words)
+
+
+def _last_names(value: object) -> object:
+    if isinstance(value, list):
+        return [Path(str(item)).name for item in value]
+    return Path(str(value)).name
 
 
 def _driver() -> str:

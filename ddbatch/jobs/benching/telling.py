@@ -36,7 +36,7 @@ class Report:
         """What every figure must name."""
         return {
             "machine": machine_of(self.pair.device),
-            **versions(),
+            **versions(self.config.bench.peers),
             "model": self.pair.name,
             "dtype": str(self.pair.dtype).removeprefix("torch."),
             "command": command_of(self.config),
@@ -66,7 +66,8 @@ class Report:
     def tell(self) -> None:
         """All of it on stdout."""
         head = self.headline
-        software = ", ".join(f"{name} {version}" for name, version in versions().items())
+        known = versions(self.config.bench.peers)
+        software = ", ".join(f"{name} {version}" for name, version in known.items())
         lines = [
             ("machine", head["machine"]),
             ("software", software),
