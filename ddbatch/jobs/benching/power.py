@@ -78,6 +78,8 @@ class Watch:
         self._smi = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
         )
+        if self._stop.is_set():  # closed before it was there to be ended
+            self._smi.terminate()
         assert self._smi.stdout is not None
         for line in self._smi.stdout:
             yield parse_smi(line)
