@@ -47,8 +47,10 @@ Jobs
   status              how far the run in output_dir is
   check               read the run in output_dir again and verify every part
   merge               one clean dataset of it: merge.output_dir=DIR
+  bench               how fast this machine decodes with a pair, method by
+                      method, and what bounds it; needs no data.path
   probe               how many tokens a round may have on this GPU
-  not built yet:      verify bench sweep train report
+  not built yet:      verify sweep train report
 
 Required (the demo is what runs without model, drafter and prompts)
   model.path=DIR      the target: a Hugging Face checkpoint folder

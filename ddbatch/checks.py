@@ -22,7 +22,7 @@ MISSING = "???"  # how Hydra writes a required value that is not set
 
 JOBS: tuple[str, ...] = ("generate", "check", "status", "merge", "estimate", "verify", "bench")
 JOBS += ("sweep", "probe", "train", "report")
-BUILT_JOBS = ("generate", "check", "status", "merge", "estimate", "probe")
+BUILT_JOBS = ("generate", "check", "status", "merge", "estimate", "bench", "probe")
 
 LARGEST = sys.float_info.max  # no limit, but neither inf nor nan passes
 
@@ -107,6 +107,13 @@ RULES: dict[str, Rule] = {
     "estimate.rows": COUNT,
     "estimate.tokens_per_second": Rule(low=0, is_open=True, is_whole=False),
     "estimate.output_tokens": COUNT,
+    "bench.rows": COUNT,
+    "bench.context": COUNT,
+    "bench.repeats": COUNT,
+    "bench.new_tokens": Rule(low=2),  # the first comes from the prompt, without a round
+    "bench.prompts": COUNT,
+    "bench.acceptance": Rule(low=0, high=1, is_open=True, is_whole=False),
+    "bench.peers": Rule(("transformers", "vllm")),
     "probe.widest": COUNT,
     "probe.step": COUNT,
     "probe.timeout": COUNT,
@@ -126,6 +133,7 @@ REQUIRED_BY_JOB: dict[str, tuple[str, ...]] = {
     "status": ("output_dir",),
     "merge": ("output_dir", "merge.output_dir"),
     "estimate": ("model.path", "data.path"),
+    "bench": ("model.path", "output_dir"),
     "probe": ("model.path",),
 }
 FILES = (

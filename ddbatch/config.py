@@ -159,6 +159,20 @@ class StatusConfig:
 
 
 @dataclass
+class BenchConfig:
+    """job=bench: how fast this machine decodes with a pair, method by method."""
+
+    rows: list[int] = field(default_factory=lambda: [1, 8, 32])
+    context: list[int] = field(default_factory=lambda: [1024])
+    arms: list[str] = field(default_factory=lambda: ["autoregressive", "chain", "ddtree:16"])
+    repeats: int = 5
+    new_tokens: int = 128
+    prompts: int | None = None
+    acceptance: float | None = None
+    peers: list[str] = field(default_factory=list)
+
+
+@dataclass
 class ProbeConfig:
     """job=probe: how many tokens a round may have on this GPU."""
 
@@ -183,6 +197,7 @@ class Config:
     merge: MergeConfig = field(default_factory=MergeConfig)
     estimate: EstimateConfig = field(default_factory=EstimateConfig)
     status: StatusConfig = field(default_factory=StatusConfig)
+    bench: BenchConfig = field(default_factory=BenchConfig)
     probe: ProbeConfig = field(default_factory=ProbeConfig)
 
 

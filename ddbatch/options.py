@@ -113,6 +113,15 @@ DESCRIPTIONS: dict[str, str] = {
     "estimate.tokens_per_second": "speed of a worker, to tell the time",
     "estimate.output_tokens": "mean length of a completion; null takes the cap",
     "status.json": "one JSON object instead of a screen",
+    "bench.rows": "numbers of sequences decoded side by side",
+    "bench.context": "tokens before a round that is timed, and in a prompt of random ids",
+    "bench.arms": "methods, with the nodes of their drafts and the positions that these look at",
+    "bench.repeats": "how often each is measured, all in turn",
+    "bench.new_tokens": "tokens of each completion of a whole call",
+    "bench.prompts": "prompts of a whole call; null is 4 a row, at least 8",
+    "bench.acceptance": "share of positions at which a coin, not the target, agrees with the "
+    "drafter: synthetic acceptance",
+    "bench.peers": "libraries that decode the same prompts beside it, where they are installed",
     "probe.widest": "tokens of the widest round that is tried",
     "probe.step": "tokens of the narrowest round that is tried, and how near the answer comes",
     "probe.timeout": "seconds that a round of one width may take, with its process's start",
@@ -137,6 +146,7 @@ AUTO: dict[str, str] = {
 
 # Values that no type and no single rule can say; checks.py refuses the others.
 VALUES: dict[str, str] = {
+    "bench.arms": "a list of `autoregressive`, `chain[:BUDGET[/BLOCK]]`, `ddtree[:BUDGET[/BLOCK]]`",
     "data.path": "a path, a glob, or a hub id",
     "data.template": "`auto`, `none`, or a path",
     "engine.device": "`auto`, `cpu`, `cuda`, `cuda:N`",

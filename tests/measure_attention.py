@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from kernel_times import captured
-from measuring import Cell, pick_device, pick_pool, save, table, times_ms
+from measuring import Cell, pick_device, save, table
 from torch import Tensor
 
+from ddbatch.jobs.benching.engines import pick_pool
+from ddbatch.jobs.benching.steady import captured, times_ms
 from ddbatch_kernels.ancestors import pack_ancestors
 from ddbatch_kernels.attention import RowKeys, attention_ref
 from ddbatch_kernels.attention.kernel import attention_triton, setting_of

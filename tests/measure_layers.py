@@ -25,27 +25,23 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
-from kernel_times import captured, stages_of
 from measure_rounds import parse_arm
-from measuring import (
-    RANDOM_SHAPES,
-    Arm,
-    Pair,
-    Run,
-    finish,
-    headline,
-    keep_state,
-    make_engine,
-    make_steady,
-    pick_device,
-    pick_pool,
-    random_pair,
-    shape_now,
-    times_ms,
-)
+from measuring import RANDOM_SHAPES, headline, pick_device, random_pair
 
 from ddbatch.core import Sampling
 from ddbatch.engine.engine import Engine
+from ddbatch.jobs.benching.arms import Arm
+from ddbatch.jobs.benching.engines import Pair, make_engine, pick_pool
+from ddbatch.jobs.benching.steady import (
+    Run,
+    captured,
+    finish,
+    keep_state,
+    make_steady,
+    run_stages,
+    shape_now,
+    times_ms,
+)
 from ddbatch.models.decoder import Target
 from ddbatch_kernels.attention import kernel as attention_kernel
 from ddbatch_kernels.attention.tiles import Setting
@@ -200,7 +196,7 @@ def forward_of(pair: Pair, arm: Arm, context: int, pool: Any) -> Forward:
     engine = make_engine(pair, arm, context + ROOM, pool)
     make_steady(engine, context, ROOM, own)
     shape, restore = shape_now(engine, own), keep_state(engine.state)
-    stages, forward = stages_of(engine, shape), Target.forward
+    stages, forward = run_stages(engine, shape), Target.forward
 
     def noting(self: Target, *values: Any, **options: Any) -> Any:
         calls.append((values, options))

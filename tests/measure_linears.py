@@ -26,10 +26,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from kernel_times import captured
-from measuring import Cell, Run, pick_device, pick_pool, save, table, times_ms
+from measuring import Cell, pick_device, save, table
 from torch import Tensor
 
+from ddbatch.jobs.benching.engines import pick_pool
+from ddbatch.jobs.benching.steady import Run, captured, times_ms
 from ddbatch_kernels.gated_linear.kernel import gated_linear_fused, gated_linear_split
 from ddbatch_kernels.linear_add.kernel import linear_add_fused
 from ddbatch_kernels.normed import Normed

@@ -17,38 +17,21 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-from measuring import (
-    Arm,
-    Cell,
-    Pair,
-    Tree,
-    add_options,
-    finish,
-    headline,
-    keep_state,
-    make_engine,
-    make_steady,
-    open_pair,
-    pick_device,
-    pick_pool,
-    save,
-    shape_now,
-    table,
-    text_of,
-    times_ms,
-)
+from measuring import Cell, add_options, headline, pick_device, save, table, text_of
 
-from ddbatch.core import Completion, EngineStats, Key, Sampling, TokenPrompt
+from ddbatch.core import Key, Sampling, TokenPrompt
 from ddbatch.engine.engine import Engine
 from ddbatch.engine.programs import GraphPool
+from ddbatch.jobs.benching.arms import Arm, Tree
+from ddbatch.jobs.benching.calls import Pass, run_engine
+from ddbatch.jobs.benching.engines import Pair, make_engine, open_pair, pick_pool
+from ddbatch.jobs.benching.peers import load_transformers, run_transformers, transformers_ways
+from ddbatch.jobs.benching.steady import keep_state, make_steady, shape_now, times_ms
 
 HEADS = (
     "method",
@@ -63,23 +46,6 @@ HEADS = (
     "prefill, % of the time",
     "outputs equal to autoregressive",
 )
-
-# Ways of transformers, and their caches.
-PEERS = {"transformers": None, "transformers, static cache, compiled on CUDA": "static"}
-Outputs = list[tuple[int, ...]]
-
-
-class Pass(NamedTuple):
-    """One timed pass over all prompts. useful: of row-rounds while prompts waited, None where all
-    prompts had a slot at once. useful, prefill: in %."""
-
-    tokens_per_second: float
-    seconds: float
-    acceptance_length: float | None
-    ms_per_round: float | None
-    useful: float | None
-    prefill: float | None
-    outputs: Outputs
 
 
 class Line(NamedTuple):
@@ -101,7 +67,7 @@ def main() -> None:
     prompts = read_prompts(args.prompts, args.target)
     max_len = max(map(len, prompts)) + args.max_new_tokens
     pair = open_pair(args.target, args.drafter, args.dtype, device, max_len)
-    model = load_transformers(args.target, pair) if args.transformers else None
+    model = load_transformers(args.target, pair.dtype, device) if args.transformers else None
     pool = pick_pool(args.capture, device)
     print(headline(pair))
     print(
@@ -155,56 +121,20 @@ def measure_rows(
     engines = [make_engine(pair, arm, max_len, pool) for arm in arms]
     few = work[: rows * args.transformers_batches]
     passes: list[list[Pass]] = [[] for _ in arms]
-    peers: dict[str, list[Pass]] = {} if model is None else {name: [] for name in PEERS}
+    ways = {} if model is None else transformers_ways(pair.device)
+    peers: dict[str, list[Pass]] = {name: [] for name in ways}
     for repeat in range(args.repeats + 1):  # the first one warms up
         for engine, results in zip(engines, passes, strict=True):
             result = run_engine(engine, work, rows if args.calls else len(work))
             results += [result] if repeat else []
         for name, results in peers.items():
-            result = run_transformers(model, few, rows, PEERS[name])
+            result = run_transformers(model, few, rows, ways[name])
             results += [result] if repeat else []
     lines = [
         Line(arm.name, rows, results, time_round(engine, max_len))
         for arm, engine, results in zip(arms, engines, passes, strict=True)
     ]
     return lines + [Line(name, rows, results, None) for name, results in peers.items()]
-
-
-def run_engine(engine: Engine, work: Sequence[TokenPrompt], call: int) -> Pass:
-    """One pass, `call` prompts at a time; its results are read back, so the device is done when the
-    clock stops."""
-    before = replace(engine.stats)
-    at_last: list[EngineStats] = []
-
-    def prompts(first: int) -> Iterator[TokenPrompt]:
-        yield from work[first : first + call]
-        at_last.append(replace(engine.stats))  # a slot is free, and no prompt is left for it
-
-    started = time.perf_counter()
-    done = [
-        item
-        for first in range(0, len(work), call)
-        for item in engine.run(prompts(first))
-        if isinstance(item, Completion)
-    ]
-    seconds = time.perf_counter() - started
-    assert len(done) == len(work), (len(done), len(work))
-    done.sort(key=lambda completion: completion.key)
-    tokens = sum(len(completion.token_ids) for completion in done)
-    live = at_last[0].live_row_rounds - before.live_row_rounds
-    # On CUDA the record of the last round launched was not read at that moment.
-    unread = engine.plan.rows if engine.target.embed.is_cuda else 0
-    row_rounds = at_last[0].row_rounds - before.row_rounds - unread
-    return Pass(
-        tokens / seconds,
-        seconds,
-        # The prompt's forward gives the first token.
-        (tokens - len(done)) / sum(len(completion.accepted) for completion in done),
-        1000 * seconds / (engine.stats.rounds - before.rounds),
-        100 * live / row_rounds if row_rounds > 0 else None,
-        100 * (engine.stats.prefill_seconds - before.prefill_seconds) / seconds,
-        [completion.token_ids for completion in done],
-    )
 
 
 def time_round(engine: Engine, max_len: int) -> float:
@@ -221,51 +151,6 @@ def time_round(engine: Engine, max_len: int) -> float:
         repeats=20,
     )
     return statistics.median(times)
-
-
-def load_transformers(folder: Path, pair: Pair) -> Any:
-    """The same target in Hugging Face transformers."""
-    from transformers import AutoModelForCausalLM
-
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=pair.dtype, attn_implementation="sdpa"
-    )
-    return model.to(pair.device).eval()
-
-
-@torch.inference_mode()
-def run_transformers(model: Any, work: Sequence[TokenPrompt], rows: int, cache: str | None) -> Pass:
-    """One pass of `generate` over full batches, padded on the left to one width; cache: which."""
-    from transformers import GenerationConfig
-
-    configure: Any = GenerationConfig  # its constructor has no hints
-    stop, cap = work[0].sampling.stop_token_ids, work[0].max_new_tokens
-    # Given to the model, not to the call: a call's None would mean the model's own stop token.
-    model.generation_config = configure(
-        do_sample=False,
-        max_new_tokens=cap,
-        eos_token_id=list(stop) or None,
-        pad_token_id=0,
-        cache_implementation=cache,
-    )
-    width = max(len(prompt.token_ids) for prompt in work)
-    outputs: Outputs = []
-    started = time.perf_counter()
-    for first in range(0, len(work), rows):
-        batch = [prompt.token_ids for prompt in work[first : first + rows]]
-        ids = torch.tensor([[0] * (width - len(ids)) + list(ids) for ids in batch])
-        mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in batch])
-        made = model.generate(ids.to(model.device), attention_mask=mask.to(model.device))
-        outputs += [cut(tuple(line), stop) for line in made[:, width:].tolist()]
-    finish(model.device)
-    seconds = time.perf_counter() - started
-    return Pass(sum(map(len, outputs)) / seconds, seconds, None, None, None, None, outputs)
-
-
-def cut(token_ids: tuple[int, ...], stop: tuple[int, ...]) -> tuple[int, ...]:
-    """What stands up to the first stop token, that one included."""
-    end = next((place for place, token in enumerate(token_ids) if token in stop), len(token_ids))
-    return token_ids[: end + 1]
 
 
 def same_outputs(line: Line, lines: Sequence[Line]) -> int:

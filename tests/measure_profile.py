@@ -22,41 +22,34 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from kernel_times import (
-    Launch,
-    Rates,
-    Span,
-    Work,
-    captured,
-    launches_of,
-    measure_rates,
-    stages_of,
-    works_of,
-)
+from kernel_times import Launch, Span, launches_of
 from measuring import (
     RANDOM_SHAPES,
-    Arm,
     Cell,
     add_options,
-    finish,
     headline,
-    keep_state,
-    make_engine,
-    make_steady,
-    open_pair,
     pick_device,
-    pick_pool,
     random_pair,
     save,
-    shape_now,
     table,
-    times_ms,
 )
 from torch.profiler import ProfilerActivity, profile
 
 from ddbatch.core import Sampling
 from ddbatch.engine.engine import Engine
 from ddbatch.engine.programs import EagerPrograms, GraphPool
+from ddbatch.jobs.benching.arms import Arm
+from ddbatch.jobs.benching.engines import make_engine, open_pair, pick_pool
+from ddbatch.jobs.benching.rates import Rates, Work, measure_rates, works_of
+from ddbatch.jobs.benching.steady import (
+    captured,
+    finish,
+    keep_state,
+    make_steady,
+    run_stages,
+    shape_now,
+    times_ms,
+)
 
 REPEATS = 50
 STEPS = 20  # rounds of the engine's own loop
@@ -111,13 +104,9 @@ def main() -> None:
         pair = random_pair(args.random, device, length)
     else:
         pair = open_pair(args.pair[0], args.pair[1], args.dtype, device, length)
-    rates = measure_rates(pair)
+    rates = measure_rates(pair.device, pair.dtype)
     print(headline(pair))
-    print(
-        f"Budget {args.budget}, temperature {args.temperature}. Measured: read "
-        f"{rates.read / 1e12:.3f} TB/s, copy {rates.copy / 1e12:.3f} TB/s (read and written), "
-        f"matrix product {rates.matmul / 1e12:.1f} TFLOP/s.\n"
-    )
+    print(f"Budget {args.budget}, temperature {args.temperature}. Measured: {rates}.\n")
     found = []
     for rows in args.rows:
         arm, pool = Arm("ddtree", args.budget, rows), pick_pool(args.capture, device)
@@ -160,7 +149,7 @@ def measure(engine: Engine, own: Sampling, pool: GraphPool | None) -> Profile:
     eager = EagerPrograms(engine.target, engine.drafter, state)
     (slow,) = times_ms([lambda: eager.round(shape)], device, before=restore, repeats=5)
     restore()
-    stages = stages_of(engine, shape)
+    stages = run_stages(engine, shape)
     graphs = [captured(run, pool) for run in stages.values()]
     times = times_ms(graphs, device, before=restore, repeats=REPEATS)
     restore()

@@ -12,7 +12,8 @@ one graph from the same state each time. A prefill is COUNTxTOKENS prompts into 
 calls that take all of them or are as large as calls get: from the first upload to the end of the
 device's work, and what the host takes of that. A floor is the time of the bytes that must be read
 once, or of the arithmetic, at rates measured in the same run. A call is whole: ROWS prompts, 256
-new tokens each; with --coin acceptance is synthetic (synthetic.py), and a draft is a path.
+new tokens each; with --coin acceptance is synthetic
+(ddbatch/jobs/benching/coin.py), and a draft is a path.
 """
 
 from __future__ import annotations
@@ -21,39 +22,37 @@ import argparse
 import statistics
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from kernel_times import Rates, captured, measure_rates, stages_of, works_of
-from measure_methods import run_engine
 from measuring import (
     RANDOM_SHAPES,
-    Arm,
     Cell,
-    Pair,
-    Tree,
     add_options,
-    finish,
     headline,
-    keep_state,
-    make_engine,
-    make_steady,
-    open_pair,
     pick_device,
-    pick_pool,
     random_pair,
     save,
-    shape_now,
     table,
-    times_ms,
 )
-from synthetic import coins
 
 from ddbatch.core import Key, Sampling, TokenPrompt
 from ddbatch.engine.plan import CHUNK, MAX_CHUNKS
 from ddbatch.engine.programs import GraphPool
+from ddbatch.jobs.benching.arms import Arm, Tree
+from ddbatch.jobs.benching.calls import run_engine
+from ddbatch.jobs.benching.engines import Pair, make_engine, open_pair, pick_pool
+from ddbatch.jobs.benching.rates import Rates, measure_rates, works_of
+from ddbatch.jobs.benching.steady import (
+    captured,
+    finish,
+    keep_state,
+    make_steady,
+    run_stages,
+    shape_now,
+    times_ms,
+)
 from ddbatch.models.decoder import DecoderLayer, Target
 
 REPEATS = 20
@@ -108,12 +107,9 @@ def main() -> None:
         pair = random_pair(args.random, device, length)
     else:
         pair = open_pair(args.pair[0], args.pair[1], args.dtype, device, length)
-    rates, pool = measure_rates(pair), pick_pool(args.capture, device)
+    rates, pool = measure_rates(pair.device, pair.dtype), pick_pool(args.capture, device)
     print(headline(pair))
-    print(
-        f"Context {args.context}. Measured: read {rates.read / 1e12:.3f} TB/s, copy "
-        f"{rates.copy / 1e12:.3f} TB/s, matrix product {rates.matmul / 1e12:.1f} TFLOP/s.\n"
-    )
+    print(f"Context {args.context}. Measured: {rates}.\n")
     rounds, prefills, calls = [], [], []
     for arm in args.arms:
         orders = [False, True] if args.in_order else [False]
@@ -153,7 +149,7 @@ def time_arm(
     engine = make_engine(pair, arm, args.context + cap, pool)
     make_steady(engine, args.context, cap, own)
     shape, restore = shape_now(engine, own), keep_state(engine.state)
-    verify = captured(stages_of(engine, shape)["verify"], pool)
+    verify = captured(run_stages(engine, shape)["verify"], pool)
     restore()
     runs = [lambda: engine.programs.round(shape), verify]
     found = times_ms(runs, pair.device, before=restore, repeats=REPEATS)
@@ -174,7 +170,7 @@ def time_prefill(
     sum_in_order(pair.target, in_order=False)
     # Calls that take all of it, if one can.
     chunks = min(MAX_CHUNKS["cuda"], count * -(-tokens // CHUNK["cuda"]))
-    engine = make_engine(pair, Arm("ddtree", 15, max(8, count)), length, pool, chunks)
+    engine = make_engine(pair, Arm("ddtree", 15, max(8, count)), length, pool, chunks=chunks)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(pair.target.dims.vocab, (count, tokens), generator=generator).tolist()
     prompts = [
@@ -205,9 +201,9 @@ def run_calls(
     # Scores of random weights make flat trees; a path of as many nodes costs as much, and is deep.
     has_coin = args.coin and arm.budget
     arm = arm._replace(method="chain") if has_coin else arm
-    with coins(args.coin) if has_coin else nullcontext():
-        engine = make_engine(pair, arm, args.context + NEW, pool)
-        passes = [run_engine(engine, work, rows) for _ in range(4)]
+    coin = args.coin if has_coin else None
+    engine = make_engine(pair, arm, args.context + NEW, pool, coin=coin)
+    passes = [run_engine(engine, work, rows) for _ in range(4)]
     return [(item.tokens_per_second, item.acceptance_length or 0.0) for item in passes[1:]]
 
 

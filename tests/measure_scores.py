@@ -17,10 +17,11 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from kernel_times import captured
-from measuring import Cell, Run, pick_device, pick_pool, save, table, times_ms
+from measuring import Cell, pick_device, save, table
 from torch import Tensor
 
+from ddbatch.jobs.benching.engines import pick_pool
+from ddbatch.jobs.benching.steady import Run, captured, times_ms
 from ddbatch_kernels.best_token import best_token
 from ddbatch_kernels.keyed_draw import DrawParams, keyed_draw
 from ddbatch_kernels.linear_float32 import linear_float32

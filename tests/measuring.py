@@ -1,83 +1,30 @@
-"""What the measuring programs share: pairs, engines, a steady state, clocks and tables; no test.
+"""What the measuring programs share beside job=bench: random pairs, options and tables; no test.
 
-Knows nothing about what is measured with them, or how it is judged.
+Engines, steady states and clocks are in ddbatch/jobs/benching. Knows nothing about what is
+measured, or how it is judged.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import platform
 import shlex
-import subprocess
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple, get_args
+from typing import get_args
 
 import torch
 
-from ddbatch.core import Key, Sampling, TokenPrompt
-from ddbatch.engine.engine import Engine
-from ddbatch.engine.plan import Method, plan_cache, plan_prefill, plan_shapes
-from ddbatch.engine.programs import GraphPool
-from ddbatch.engine.sampling import draw_kind
-from ddbatch.engine.state import RoundShape, RoundState
-from ddbatch.engine.transfer import mark
+from ddbatch.jobs.benching.engines import Pair
+from ddbatch.jobs.benching.headline import machine_of, versions
 from ddbatch.models.decoder import Target
-from ddbatch.models.dflash import DFlash, read_drafter_dims
+from ddbatch.models.dflash import DFlash
 from ddbatch.models.dims import DrafterDims, DtypeName, ModelDims, Rope
-from ddbatch.models.families import read_target_dims
-from ddbatch.models.load import check_pair, choose_dtype, load_drafter, load_target, set_numerics
+from ddbatch.models.load import set_numerics
 
-Run = Callable[[], object]
 Cell = str | int | float | None
-# Of every state tensor that a round changes and the next one reads, or the host holds on to.
-NOT_KEPT = ("target_cache", "drafter_cache", "sampling", "page_table_SP")
-
-
-class Pair(NamedTuple):
-    """A target, its drafter and what they are called."""
-
-    target: Target
-    drafter: DFlash
-    name: str
-
-    @property
-    def device(self) -> torch.device:
-        return self.target.embed.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.target.embed.dtype
-
-
-class Arm(NamedTuple):
-    """One way of decoding; budget: None where the method has none of its own; block: of a draft,
-    None for the drafter's own."""
-
-    method: Method
-    budget: int | None
-    rows: int
-    block: int | None = None
-
-    @property
-    def name(self) -> str:
-        name = self.method if self.budget is None else f"{self.method} {self.budget}"
-        return name if self.block is None else f"{name}, block {self.block}"
-
-
-class Tree(NamedTuple):
-    """Budget and block of a draft, as text BUDGET or BUDGET/BLOCK."""
-
-    budget: int
-    block: int | None = None
-
-    @classmethod
-    def parse(cls, text: str) -> Tree:
-        budget, _, block = text.partition("/")
-        return cls(int(budget), int(block) if block else None)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -94,19 +41,6 @@ def pick_device() -> torch.device:
 
 
 RANDOM_SHAPES = ["8b", "smol", "tiny"]
-
-
-def open_pair(target: Path, drafter: Path, dtype: str, device: torch.device, length: int) -> Pair:
-    """A pair of checkpoint folders, for sequences of up to `length` tokens."""
-    target_dims, drafter_dims = read_target_dims(target), read_drafter_dims(drafter)
-    check_pair(target_dims, drafter_dims, None)
-    name = choose_dtype(dtype, target_dims, device)
-    reach = length + drafter_dims.block
-    return Pair(
-        load_target(target, target_dims, name, device, reach),
-        load_drafter(drafter, drafter_dims, name, device, reach),
-        f"{target.name} with {drafter.name}",
-    )
 
 
 def random_pair(size: str, device: torch.device, length: int) -> Pair:
@@ -157,129 +91,13 @@ def _dims(width: int, *, layers: int, heads: int, kv_heads: int, mlp: int, vocab
     )
 
 
-def pick_pool(option: bool | None, device: torch.device) -> GraphPool | None:
-    """What engines capture into; None where they do not. option: --capture."""
-    is_captured = device.type == "cuda" if option is None else option
-    return GraphPool() if is_captured else None
-
-
-def make_engine(
-    pair: Pair, arm: Arm, max_len: int, pool: GraphPool | None, chunks: int | None = None
-) -> Engine:
-    """An engine of this arm for sequences of up to max_len tokens; with a pool it is captured.
-    chunks: of a prefill call, None: as many as the plan says."""
-    device = pair.device.type
-    plan = plan_shapes(
-        arm.method,
-        budget=arm.budget,
-        topk=None,
-        rows=arm.rows,
-        block=arm.block or pair.drafter.dims.block,
-        vocab=pair.target.dims.vocab,
-        gemm_limit=None,
-    )
-    prefill = plan_prefill(arm.rows, device)
-    return Engine(
-        pair.target,
-        pair.drafter if plan.nodes > 1 else None,
-        plan,
-        plan_cache(arm.rows, max_len=max_len, page=None, device=device),
-        prefill_plan=prefill if chunks is None else replace(prefill, chunks=chunks),
-        pool=pool,
-    )
-
-
-@torch.inference_mode()
-def make_steady(engine: Engine, context: int, max_new_tokens: int, own: Sampling) -> None:
-    """Fill every row with a random prompt of `context` tokens and decode until all are live."""
-    generator = torch.Generator().manual_seed(0)
-    shape = (engine.plan.rows, context)
-    ids = torch.randint(engine.target.dims.vocab, shape, generator=generator).tolist()
-    prompts = iter(
-        [
-            TokenPrompt(Key(row, 0, 0), tuple(ids[row]), max_new_tokens, own)
-            for row in range(len(ids))
-        ]
-    )
-    for _ in range(3 + engine.plan.rows):
-        engine.fill(prompts)
-        engine.step()
-        ended = list(engine.collect())
-        assert not ended, ended
-        if bool(engine.state.active_B.all()):
-            return
-    raise AssertionError(f"{int(engine.state.active_B.sum())} of {engine.plan.rows} rows are live")
-
-
-def shape_now(engine: Engine, own: Sampling) -> RoundShape:
-    """The shape of a round of the sequences in flight, which all draw like this."""
-    longest = int(engine.state.length_S.max())
-    return RoundShape(engine.cache_plan.num_keys(longest), draw_kind([own]))
-
-
-def keep_state(state: RoundState) -> Run:
-    """A function that undoes rounds made since now; what they wrote beyond lengths stays unread."""
-    kept = [
-        (tensor, tensor.clone())
-        for name, tensor in state.tensors()
-        if not name.startswith(NOT_KEPT) and not tensor.is_floating_point()
-    ]
-
-    def restore() -> None:
-        for tensor, value in kept:
-            tensor.copy_(value)
-
-    return restore
-
-
-@torch.inference_mode()
-def times_ms(
-    runs: Sequence[Run], device: torch.device, *, before: Run, repeats: int
-) -> list[list[float]]:
-    """Milliseconds of each of the runs, made one after the other, `repeats` times. What `before`
-    does ahead of every repeat is not counted. On CUDA these are times of the device."""
-    before()
-    for run in runs:
-        run()
-    rows = []
-    for _ in range(repeats):
-        before()
-        marks = [mark(device)]
-        for run in runs:
-            run()
-            marks.append(mark(device))
-        rows.append(marks)
-    finish(device)
-    return [
-        [1000 * marks[place + 1].seconds_since(marks[place]) for marks in rows]
-        for place in range(len(runs))
-    ]
-
-
-def finish(device: torch.device) -> None:
-    """Wait until the device has done what it was given."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def headline(pair: Pair) -> str:
     """Hardware, versions, model and command: what every figure must name."""
-    if pair.device.type == "cuda":
-        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        driver = subprocess.run(query, capture_output=True, text=True, check=False).stdout.split()
-        machine = f"{torch.cuda.get_device_name()}, driver {driver[0] if driver else 'unknown'}"
-    else:
-        name = platform.processor() or platform.machine()
-        machine = f"{name}, {torch.get_num_threads()} threads"
-    try:
-        import triton
-
-        machine += f", triton {triton.__version__}"
-    except ImportError:
-        pass
+    named = {name: version for name, version in versions().items() if name != "ddbatch"}
+    software = ", ".join(f"{name} {version}" for name, version in named.items())
     dtype = str(pair.dtype).removeprefix("torch.")
     command = shlex.join(["python", *sys.argv])
-    return f"{machine}, torch {torch.__version__}, {pair.name}, {dtype}.\n\n    {command}\n"
+    return f"{machine_of(pair.device)}, {software}, {pair.name}, {dtype}.\n\n    {command}\n"
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[Cell]]) -> str:

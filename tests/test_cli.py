@@ -108,9 +108,9 @@ def test_a_job_is_chosen_by_name(job: str, capsys: Captured) -> None:
 
 
 def test_a_job_that_is_not_built_answers_one_line(capsys: Captured) -> None:
-    lines = refused(capsys, "job=bench")
-    built = "generate, check, status, merge, estimate, probe"
-    assert lines == [f"error: job=bench is not built yet; built: {built}"]
+    lines = refused(capsys, "job=sweep")
+    built = "generate, check, status, merge, estimate, bench, probe"
+    assert lines == [f"error: job=sweep is not built yet; built: {built}"]
 
 
 @pytest.mark.parametrize(
@@ -125,6 +125,7 @@ def test_a_job_that_is_not_built_answers_one_line(capsys: Captured) -> None:
         ("status", "output_dir"),
         ("merge", "output_dir, merge.output_dir"),
         ("estimate", "model.path, data.path"),
+        ("bench", "model.path, output_dir"),
         ("probe", "model.path"),
     ],
 )
@@ -151,7 +152,7 @@ def test_each_job_names_all_that_it_needs(job: str, missing: str, capsys: Captur
         ("~engine.budget=8", "cannot be removed", "leave it out"),
         ("+job=check", "is an option already", "write job=check without +"),
         ("hydra.run.dir=x", "settings of Hydra itself are fixed", "--config-dir"),
-        ("bench.x=1", "job=bench is not built yet; built: generate", "--cfg job"),
+        ("sweep.x=1", "job=sweep is not built yet; built: generate", "--cfg job"),
         ("merge.fromat=text", "no such option", "did you mean merge.format?"),
         ("merge.format=alpaca", "full, messages, conversations, text or openai_batch", "--cfg"),
         ("--engine.rows=8", "no such flag", "did you mean engine.rows=VALUE?"),

@@ -39,6 +39,8 @@ output.card=null shards.rows=20000 shards.start=auto shards.wait=false
 merge.output_dir=null merge.runs=[] merge.format=full merge.by=key merge.filter=null merge.dedup=[]
 merge.reasoning=keep merge.file_type=parquet merge.file_mb=300
 estimate.rows=null estimate.tokens_per_second=null estimate.output_tokens=null status.json=false
+bench.rows=[1,8,32] bench.context=[1024] bench.arms=[autoregressive,chain,ddtree:16]
+bench.repeats=5 bench.new_tokens=128 bench.prompts=null bench.acceptance=null bench.peers=[]
 probe.widest=4096 probe.step=64 probe.timeout=120
 """
 

@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 NAMES = [page.relative_to(ROOT).as_posix() for page in PAGES]
 GROUPS = {key.split(".")[0] for key in option_types() if "." in key}
-NO_OPTIONS = {"model.safetensors"}  # a file's name
+NO_OPTIONS = {"model.safetensors", "bench.parquet", "bench.json"}  # names of files
 all_pages = pytest.mark.parametrize("page", PAGES, ids=NAMES)
 
 

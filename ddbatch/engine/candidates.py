@@ -66,7 +66,6 @@ def candidates(
             block=min(block, short or block),
             vocab=vocab,
             gemm_limit=None,
-            device="cuda",  # decides rows alone
         )
         for method, budget, short in shapes
     }

@@ -15,15 +15,13 @@ from ddbatch.data.batching.columns import Columns
 from ddbatch.data.batching.encoder import OnLong, PromptEncoder
 from ddbatch.data.batching.stop_strings import StopStrings
 from ddbatch.data.batching.turns import Turns
-from ddbatch.data.source.files import list_inputs
-from ddbatch.data.source.formats import Select
-from ddbatch.data.source.inputs import Inputs, scan
 from ddbatch.data.source.log import InputLog
 from ddbatch.jobs.estimating.costs import ID_BYTES, TEXT_BYTES, Totals, disk_bytes, scale_up
 from ddbatch.jobs.estimating.measuring import Bounds, Measured, ShownPrompt, batches, measure
 from ddbatch.jobs.generating.opening import look_at_columns, open_encoder, pin_date
 from ddbatch.jobs.generating.sampling_options import check_ids, check_stops, run_sampling
 from ddbatch.jobs.reading import check_model_folder
+from ddbatch.jobs.scanning import scan_input
 from ddbatch.jobs.show import (
     clipped,
     clipped_ids,
@@ -49,7 +47,7 @@ def run(config: Config) -> int:
     finder = StopStrings(encoder.tokenizer, skip_special_tokens=config.output.skip_special_tokens)
     check_stops(config, run_sampling(config).stop, finder)
     check_ids(config, bounds.vocab)
-    inputs = _scan(config)
+    inputs = scan_input(config)
     columns = look_at_columns(config, inputs)
     num_rows = min(inputs.log.num_rows, config.estimate.rows or inputs.log.num_rows)
     found = Measured()
@@ -83,25 +81,6 @@ def _bounds(config: Config) -> Bounds:
         turns=cast(Turns, config.data.turns),
         output_tokens=config.estimate.output_tokens,
         samples=config.sampling.n,
-    )
-
-
-def _scan(config: Config) -> Inputs:
-    """Look at the input's files as far as it takes to count their rows."""
-    data = config.data
-    listing = list_inputs(
-        data.path,
-        name=data.name,
-        revision=data.revision,
-        split=data.split,
-        select=cast(Select, data.select),
-    )
-    return scan(
-        listing,
-        limit=data.limit,
-        samples=config.sampling.n,
-        shard_rows=config.shards.rows,
-        is_hashed=False,
     )
 
 

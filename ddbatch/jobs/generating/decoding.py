@@ -66,16 +66,7 @@ def open_pair(config: Config, eos_token_id: int | None) -> EnginePair:
         recommended=advice.recommended,
     )
     pair.check_limit()
-    if config.engine.capture is True and device.type == "cpu":
-        raise ValueError(
-            "engine.capture=true: CUDA graphs need a CUDA device, and the run decodes on the CPU; "
-            "allowed: auto, false"
-        )
-    if config.engine.reproducible and device.type == "cpu":
-        raise ValueError(
-            "engine.reproducible=true: sums are kept in order by kernels of a CUDA device, and the "
-            "run decodes on the CPU; allowed: false"
-        )
+    check_device_options(config, device)
     if drafter is None:
         say("drafter.path is not set: plain autoregressive decoding")
     return pair
@@ -228,6 +219,20 @@ def _acceptance_before(trials: Trials) -> AcceptanceCurve | None:
         case {"acceptance": {"counts": [*_]} as told}:
             return AcceptanceCurve.from_dict(cast(AcceptanceDict, told))
     return None
+
+
+def check_device_options(config: Config, device: torch.device) -> None:
+    """Refuse what a CPU has no graphs and no kernels for."""
+    if config.engine.capture is True and device.type == "cpu":
+        raise ValueError(
+            "engine.capture=true: CUDA graphs need a CUDA device, and the run decodes on the CPU; "
+            "allowed: auto, false"
+        )
+    if config.engine.reproducible and device.type == "cpu":
+        raise ValueError(
+            "engine.reproducible=true: sums are kept in order by kernels of a CUDA device, and the "
+            "run decodes on the CPU; allowed: false"
+        )
 
 
 def choose_device(name: str) -> torch.device:

@@ -54,7 +54,7 @@ _OWN_NAMES = {*TABLES, "rounds", "README.md", "manifest.json", "lost+found"}
 def open_folder(config: Config) -> tuple[RunFolder, Manifest | None]:
     """The run's folder, with its manifest if a run is there; nothing is made."""
     folder = RunFolder(Path(config.output_dir))
-    _refuse_unwritable(folder)
+    refuse_unwritable(folder)
     found = None if folder.manifest.exists() else _not_a_runs(folder)
     # Asked again: what was found may be of a run that another worker began meanwhile, and its
     # manifest was there first.
@@ -75,7 +75,7 @@ def open_folder(config: Config) -> tuple[RunFolder, Manifest | None]:
     return folder, None
 
 
-def _refuse_unwritable(folder: RunFolder) -> None:
+def refuse_unwritable(folder: RunFolder) -> None:
     """ValueError where no run can be made or go on."""
     place = folder.place
     refused = f"output_dir={place}"
@@ -257,7 +257,7 @@ def _message_fields(inputs: Inputs, columns: Columns, turns: str) -> set[str]:
 def _public_options(config: Config) -> dict[str, object]:
     """The options without anything that names a place: paths by their last name only."""
     options = asdict(config)
-    for name in ("output_dir", "merge", "estimate", "status", "probe"):
+    for name in ("output_dir", "merge", "estimate", "status", "bench", "probe"):
         del options[name]
     for group, key in (
         ("model", "path"),

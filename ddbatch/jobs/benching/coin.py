@@ -1,5 +1,4 @@
-"""Synthetic acceptance for measuring random weights, whose drafter knows nothing of its target; no
-test.
+"""Synthetic acceptance, for a pair or prompts whose own acceptance means nothing.
 
 A keyed coin per position decides whether the target agrees with the drafter's best continuation, so
 acceptance lengths are those of a real pair while tokens mean nothing. Knows rounds and trees.
@@ -7,29 +6,34 @@ acceptance lengths are those of a real pair while tokens mean nothing. Knows rou
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from unittest.mock import patch
-
 import torch
 from torch import Tensor
 
-from ddbatch.engine import round as round_file
-from ddbatch.engine.state import RoundState
+from ddbatch.engine.engine import Engine
+from ddbatch.engine.prefill import prefill
+from ddbatch.engine.round import stages_of
+from ddbatch.engine.state import RoundShape, RoundState
 
 
-@contextmanager
-def coins(share: float) -> Iterator[None]:
-    """Rounds that are captured, or run eagerly, from now on have the target agree with the best
-    child of a node at this share of positions, and else with none of its children."""
-    accept = round_file.accept
+class CoinPrograms:
+    """Rounds in which the target agrees with the best child of a node at this share of positions,
+    and else with none of its children (the protocol Programs, eager)."""
 
-    def tossed(state: RoundState) -> None:
-        state.choice_BN.copy_(toss(state, share))
-        accept(state)
+    def __init__(self, engine: Engine, share: float) -> None:
+        self._target, self._drafter = engine.target, engine.drafter
+        self._state, self._share = engine.state, share
 
-    with patch.object(round_file, "accept", tossed):
-        yield
+    def round(self, shape: RoundShape) -> None:
+        """One round over all rows; the coin costs a few launches of its own."""
+        stages = stages_of(self._target, self._drafter, self._state, shape)
+        for name, stage in stages.items():
+            if name == "accept":
+                self._state.choice_BN.copy_(toss(self._state, self._share))
+            stage()
+
+    def prefill(self, shape: RoundShape, num_chunks: int) -> None:
+        """One prefill call over so many pieces."""
+        prefill(self._target, self._drafter, self._state, shape, num_chunks)
 
 
 def toss(state: RoundState, share: float) -> Tensor:

@@ -1,0 +1,1 @@
+"""What job=bench is made of."""
