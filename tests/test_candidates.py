@@ -90,7 +90,6 @@ def test_candidates_keep_to_the_limit_the_block_and_the_methods(
             block=plan.block,
             vocab=1000,
             gemm_limit=max_tokens,
-            device="cpu",
         )
 
 

@@ -36,7 +36,6 @@ def tree(budget: int, block: int = 16, rows: int = 3) -> ShapePlan:
         block=block,
         vocab=1000,
         gemm_limit=None,
-        device="cpu",
     )
 
 

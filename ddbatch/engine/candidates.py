@@ -82,14 +82,20 @@ def _order(plan: ShapePlan) -> tuple[int, ...]:
     return -plan.rows, plan.nodes, plan.block, plan.topk
 
 
+def halves(rows: int) -> list[int]:
+    """Rows of plans of one shape that follow each other as a queue runs dry."""
+    found = [rows]
+    while found[-1] > 1:
+        found.append(found[-1] // 2)
+    return found
+
+
 def rungs(rows: int) -> list[int]:
-    """Rows of the plans that follow each other as a queue runs dry: falling, from `rows` to 1 in
-    about equal ratios, at most MAX_RUNGS."""
-    halves = [rows]
-    while halves[-1] > 1:
-        halves.append(halves[-1] // 2)
-    places = np.linspace(0, len(halves) - 1, min(len(halves), MAX_RUNGS))
-    return [halves[int(place)] for place in places]
+    """Those among them for which other shapes are measured too: falling, from `rows` to 1 in about
+    equal ratios, at most MAX_RUNGS."""
+    steps = halves(rows)
+    places = np.linspace(0, len(steps) - 1, min(len(steps), MAX_RUNGS))
+    return [steps[int(place)] for place in places]
 
 
 def shortlist(costs: CostCurve, rungs: Sequence[int]) -> list[ShapePlan]:

@@ -11,7 +11,7 @@ from ddbatch.engine.choice import Chooser, Moment
 from ddbatch.engine.engine import Engine
 from ddbatch.engine.seats import Load
 
-LOOK_ROUNDS = 16  # between two looks: a look takes as long as a short round of the host's
+DRY_ROUNDS = 8  # between two looks while rows run dry; a look takes as long as a short round
 # Until so many sequences have ended, what their caps allow says how long they are.
 MIN_ENDED = 8
 
@@ -37,7 +37,6 @@ class Pilot:
         """Before a round. num_waiting: prompts that are still to come, if the engine finds any."""
         if engine.stats.rounds < self._next_look:
             return
-        self._next_look = engine.stats.rounds + LOOK_ROUNDS
         plan, load = engine.plan, engine.load
         if not load.num_live:
             return
@@ -53,6 +52,10 @@ class Pilot:
             catch_up_seconds=costs.prefill_seconds(load.num_untold),
         )
         chosen = self.chooser.choose(plan, moment)
+        rounds = self.chooser.num_rounds()
+        if load.is_dry:  # rows end, and fewer are left to fill them
+            rounds = min(rounds, DRY_ROUNDS)
+        self._next_look = engine.stats.rounds + rounds
         if chosen != plan:
             engine.change(chosen)
             self._tell(engine, plan, load)  # of the round that was not read before

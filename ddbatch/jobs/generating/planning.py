@@ -15,7 +15,7 @@ from typing import cast
 import torch
 
 from ddbatch.core import CachePlan, RunError, ShapePlan
-from ddbatch.engine.candidates import candidates, rungs, shortlist
+from ddbatch.engine.candidates import candidates, halves, rungs, shortlist
 from ddbatch.engine.costs import measure_costs
 from ddbatch.engine.curves import CostCurve, CostDict
 from ddbatch.engine.limits import GemmLimit
@@ -81,9 +81,10 @@ class Wish:
         """All that could serve with at most so many rows."""
         if not self.has_ladder:
             return [self.shape(rows)]
-        steps = rungs(rows)
+        steps = halves(rows)
         if not self.is_measured:
             return [self.shape(step) for step in steps]
+        # Between the rungs plain decoding alone: it is what many rows use, and costs little to try.
         return [
             plan
             for step in steps
@@ -93,7 +94,7 @@ class Wish:
                 vocab=self.vocab,
                 max_tokens=None if self.limit is None else self.limit.tokens,
                 has_drafter=True,
-                methods=self.methods,
+                methods=[m for m in self.methods if step in rungs(rows) or m == "autoregressive"],
                 topk=self.topk,
             )
         ]

@@ -48,7 +48,7 @@ from ddbatch.models.dflash import DFlash
 
 ALARM_ROUNDS = 256  # how often acceptance is looked at
 # Of judging all plans of an engine; each gets its share, and the first as much as all others.
-JUDGE_SECONDS = 40.0
+JUDGE_SECONDS = 24.0
 
 
 @dataclass(frozen=True)
@@ -154,6 +154,7 @@ class EngineDecoder:
 
     def _new_engine(self, max_len: int) -> Engine:
         """Planned, judged, and with a pilot where it may change plans."""
+        started = time.monotonic()
         options, wish, target = self._options, self._wish, self._target
         plans, cache_plan = fit_memory(
             wish,
@@ -174,7 +175,11 @@ class EngineDecoder:
                 draw=options.least_draw,
                 about=self._fingerprint,
             )
-            plans = serving_plans(wish, costs)
+            measured, plans = len(costs.rounds), serving_plans(wish, costs)
+            say(
+                f"plans: {len(plans)} of {measured} that were measured are kept "
+                f"({time.monotonic() - started:.0f} s)"
+            )
         engine = self._gated(plans, cache_plan)
         if costs is not None and len(engine.plans) > 1:
             known = [plan for plan in engine.plans if plan in costs.rounds]
