@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -132,6 +135,14 @@ def test_need_grows_with_rows_spare_slots_and_tokens() -> None:
     assert need(plans, cache_plan, SIZES._replace(top_logprobs=3)) > least
     assert need(plans, cache_plan, SIZES._replace(is_audited=False)) < least
     assert need([PLAIN], cache_plan) < least
+
+
+def test_telling_what_is_needed_loads_no_compiler() -> None:
+    """It takes seconds, of every start."""
+    code = "import sys, test_memory as t; t.need([t.PLAIN, t.TREE], t.plan_cache("
+    code += "5, max_len=64, page=8, device='cuda')); sys.exit('torch._dynamo' in sys.modules)"
+    place = Path(__file__).parent
+    assert subprocess.run([sys.executable, "-c", code], cwd=place).returncode == 0
 
 
 def spared(rows: int) -> int:

@@ -27,7 +27,7 @@ from ddbatch.jobs.generating.trials import Trials
 from ddbatch.models.decoder import Target
 from ddbatch.models.dflash import DFlash
 
-VOCAB, BLOCK, ROWS = 13, 4, 3
+VOCAB, BLOCK, ROWS = 13, 4, 2
 Pair = tuple[Target, DFlash]
 WISH = Wish(
     methods=("ddtree", "chain", "autoregressive"),
@@ -97,7 +97,7 @@ def made_up(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return lengths
 
 
-def prompts_of(count: int = 11, most: int = 40) -> list[TokenPrompt]:
+def prompts_of(count: int = 11, most: int = 23) -> list[TokenPrompt]:
     lengths = [1 + 7 * place % most for place in range(count)]
     caps = [1 + 17 * place % most for place in range(count)]
     return token_prompts(random_prompts(lengths, VOCAB), caps)
@@ -141,8 +141,8 @@ def test_whatever_plans_serve_the_tokens_are_the_targets(
 ) -> None:
     monkeypatch.setattr(serving, "JUDGE_SECONDS", 0.5)
     decoder, prompts = serve(is_gated=is_gated), prompts_of()
-    decoder.grow(80)
-    assert {plan.rows for plan in engine_of(decoder).plans} == {3, 1}
+    decoder.grow(48)
+    assert {plan.rows for plan in engine_of(decoder).plans} == {2, 1}
     assert tokens_of(decoder, prompts) == expected(pair, prompts)
     assert sum(decoder.rounds.values()) == decoder.figures.rounds > 0
     assert decoder.figures.output_tokens == sum(prompt.max_new_tokens for prompt in prompts)
@@ -161,7 +161,7 @@ def test_a_plan_that_the_gate_refuses_is_not_used_while_others_are(
     judged: list[ShapePlan] = []
 
     def usual(plan: ShapePlan) -> bool:
-        return plan.rows == ROWS and plan.nodes == 3
+        return plan.rows == ROWS and plan.nodes == 4
 
     def judge(engine: Engine, **others: Any) -> Verdict:
         judged.append(engine.plan)
@@ -169,7 +169,7 @@ def test_a_plan_that_the_gate_refuses_is_not_used_while_others_are(
 
     monkeypatch.setattr(serving, "judge", judge)
     decoder, prompts = serve(is_gated=True), prompts_of()
-    decoder.grow(80)
+    decoder.grow(48)
     assert sum(map(usual, judged)) == 1
     assert engine_of(decoder).plans == [plan for plan in judged if not usual(plan)]
     assert tokens_of(decoder, prompts) == expected(pair, prompts)
@@ -182,7 +182,7 @@ def test_a_wish_without_a_ladder_has_one_plan_and_no_pilot(
 ) -> None:
     wish = replace(WISH, has_ladder=False)
     decoder, prompts = serve(wish=wish), prompts_of()
-    decoder.grow(80)
+    decoder.grow(48)
     assert engine_of(decoder).plans == [wish.shape(ROWS)] == [decoder.plan]
     assert tokens_of(decoder, prompts) == expected(pair, prompts)
     assert (decoder.found, decoder.choice, made_up) == ({}, None, [])
@@ -192,7 +192,7 @@ def test_a_wish_without_a_ladder_has_one_plan_and_no_pilot(
 def test_longer_sequences_come_and_what_was_learned_of_acceptance_stays(
     pair: Pair, serve: Serve, made_up: list[int]
 ) -> None:
-    decoder, early, late = serve(), prompts_of(5, most=10), prompts_of(7)
+    decoder, early, late = serve(), prompts_of(5, most=10), prompts_of(7, most=40)
     decoder.grow(32)
     early_tokens = [done.token_ids for done in drive(decoder, early)]
     row_rounds = decoder.figures.live_row_rounds

@@ -114,9 +114,10 @@ def fit_memory(
         return wish.plans(rows), cache
 
     def fits(rows: int, spare: int) -> bool:
+        if free is None:
+            return True
         plans, cache = planned(rows, spare)
-        need = memory_need(plans, cache, plan_prefill(rows, wish.device), sizes)
-        return free is None or need.total <= free
+        return memory_need(plans, cache, plan_prefill(rows, wish.device), sizes).total <= free
 
     def least(rows: int) -> int:
         return max(1, round(LEAST_SPARE * rows))
