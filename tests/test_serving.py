@@ -14,6 +14,7 @@ from decoding import GREEDY, NoStops, drive, random_prompts, token_prompts
 from tiny import load_tiny_pair
 
 from ddbatch.core import ShapePlan, TokenPrompt
+from ddbatch.data.attempts import end_attempt, start_attempt
 from ddbatch.data.folder import RunFolder
 from ddbatch.engine import oracle
 from ddbatch.engine.curves import AcceptanceCurve, AcceptanceDict, CostCurve
@@ -21,6 +22,7 @@ from ddbatch.engine.engine import Engine
 from ddbatch.engine.gate import Verdict
 from ddbatch.engine.sampling import DrawKind
 from ddbatch.jobs.generating import planning, serving
+from ddbatch.jobs.generating.decoding import acceptance_before
 from ddbatch.jobs.generating.planning import Wish
 from ddbatch.jobs.generating.serving import EngineDecoder, ServeOptions
 from ddbatch.jobs.generating.trials import Trials
@@ -205,6 +207,38 @@ def test_longer_sequences_come_and_what_was_learned_of_acceptance_stays(
     count = sum(learned(decoder).row_rounds(plan) for plan in [*learned(decoder).counts])
     assert count == pytest.approx(decoder.figures.live_row_rounds, rel=1e-3)
     assert sum(decoder.rounds.values()) == decoder.figures.rounds
+
+
+def test_a_later_attempt_begins_with_what_was_learned(
+    serve: Serve, made_up: list[int], tmp_path: Path
+) -> None:
+    decoder, folder = serve(), RunFolder(tmp_path / "run")
+    assert acceptance_before(Trials(folder, "b")) is None
+    start_attempt(folder, "a", {})
+    decoder.grow(48)
+    tokens_of(decoder, prompts_of())
+    end_attempt(folder, "a", 0, "done", decoder.found)
+    assert learned(decoder).counts
+    assert acceptance_before(Trials(folder, "b")) == learned(decoder)
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        7,
+        {},
+        {"acceptance": {"counts": 7}},
+        {"acceptance": {"counts": [[1, 2]]}},
+        {"acceptance": {"counts": [[[1, 17, 16], [9.0, 20.0]]]}},
+        {"acceptance": {"counts": [[[1, 17, 16, 15, 16], [9.0, "20"]]]}},
+        {"acceptance": {"counts": [[[1, 17, 16, 15, 16], [9.0, 3.0]]]}},
+    ],
+)
+def test_what_another_version_noted_of_acceptance_is_nothing(tmp_path: Path, told: object) -> None:
+    folder = RunFolder(tmp_path)
+    start_attempt(folder, "a", {})
+    end_attempt(folder, "a", 0, "done", {"planner": told})
+    assert acceptance_before(Trials(folder, "b")) is None
 
 
 def test_costs_are_measured_once_for_sequences_of_a_length(
