@@ -15,6 +15,7 @@ from ddbatch.engine.choice import Chooser, Moment
 from ddbatch.engine.curves import AcceptanceCurve, CostCurve
 from ddbatch.engine.engine import Engine
 from ddbatch.engine.plan import plan_cache
+from ddbatch.engine.record import Facts
 from ddbatch.engine.seats import Load
 from ddbatch.jobs.generating.piloting import MIN_ENDED, Pilot
 from ddbatch.models.decoder import Target
@@ -29,10 +30,11 @@ PLANS = (WIDE, TREE, LONE, THIN)
 CAP = 60
 PREFILL_TOKENS, CALL_SECONDS = 32, 1e-3
 # By what costs are made up: plain decoding alone, a tree always, or the wider the more are live.
+LADDER = "fewer and fewer rows"
 COSTS = {
     "plain": (1.0, 90.0, 90.0, 0.5),
     "tree": (9.0, 1.0, 9.0, 9.0),
-    "fewer and fewer rows": (1.0, 1.5, 0.6, 0.9),
+    LADDER: (1.0, 1.5, 0.6, 0.9),
 }
 Pair = tuple[Target, DFlash]
 
@@ -84,43 +86,48 @@ def make(pair: Pair) -> Engine:
     return Engine(*pair, PLANS, plan_cache(6, max_len=128, page=16, device="cpu", spare=2))
 
 
-def piloted(pair: Pair, seconds: tuple[float, ...]) -> tuple[Heard, list[Completion]]:
-    """The chooser and completions of a run; what the chooser is told is what was done."""
+def piloted(
+    pair: Pair, name: str, monkeypatch: pytest.MonkeyPatch, lag: int = 0
+) -> tuple[Heard, list[Completion]]:
+    """The chooser and completions of a run; what the chooser is told is what was done. lag: rounds
+    that are not read yet, as on a GPU."""
     engine, prompts = make(pair), prompts_of()
     costs = CostCurve(PREFILL_TOKENS, CALL_SECONDS)
-    for plan, one in zip(PLANS, seconds, strict=True):
+    for plan, one in zip(PLANS, COSTS[name], strict=True):
         costs.add(plan, 64, one)
     chooser = Heard(costs, engine)
     pilot = Pilot(chooser, mean_cap=CAP)
     did = Counter[tuple[ShapePlan, str]]()
-    seen = [0, 0, 0]
+    take = engine._take_round
 
-    def count() -> None:
-        """What the last round did; on the CPU it is known at once."""
-        stats = engine.stats
-        now = [stats.rounds, stats.live_row_rounds, stats.round_tokens]
-        for name, new, old in zip(("rounds", "row-rounds", "tokens"), now, seen, strict=True):
-            did[engine.plan, name] += new - old
-        seen[:] = now
+    def counted(facts: Facts) -> None:
+        """A round is read while its plan is in force."""
+        take(facts)
+        did[engine.plan, "row-rounds"] += int((facts.emitted_L > 0).sum())
+        did[engine.plan, "tokens"] += int(facts.emitted_L.sum())
 
     def look() -> None:
-        count()
-        num_seated = max(seat.placed.prompt.key.row_id for seat in engine.seats.values()) + 1
+        num_seated = 1 + max(seat.placed.prompt.key.row_id for seat in engine.seats.values())
         pilot.look(engine, len(prompts) - num_seated)
+        did[engine.plan, "rounds"] += 1
 
+    monkeypatch.setattr(engine, "_take_round", counted)
+    monkeypatch.setattr(engine, "_lag", lag)
     done = drive(engine, prompts, look, pilot.see)
-    count()
     pilot.tell(engine)
     assert +chooser.told == +did
-    assert sum(did[plan, "tokens"] for plan in PLANS) == engine.stats.round_tokens
+    stats = engine.stats
+    totals = {"rounds": stats.rounds, "row-rounds": stats.live_row_rounds}
+    totals["tokens"] = stats.round_tokens
+    assert {name: sum(did[plan, name] for plan in PLANS) for name in totals} == totals
     return chooser, done
 
 
-@pytest.mark.parametrize("name", COSTS)
+@pytest.mark.parametrize(("name", "lag"), [*((name, 0) for name in COSTS), (LADDER, 1)])
 def test_tokens_are_those_of_plain_decoding_and_every_round_is_told_once(
-    pair: Pair, name: str
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, name: str, lag: int
 ) -> None:
-    chooser, done = piloted(pair, COSTS[name])
+    chooser, done = piloted(pair, name, monkeypatch, lag)
     plain = drive(make(pair), prompts_of())
     assert [item.token_ids for item in done] == [item.token_ids for item in plain]
     used = set(chooser.chosen)
@@ -134,8 +141,8 @@ def test_tokens_are_those_of_plain_decoding_and_every_round_is_told_once(
     )
 
 
-def test_rows_become_fewer_as_prompts_run_out(pair: Pair) -> None:
-    chooser, _ = piloted(pair, COSTS["fewer and fewer rows"])
+def test_rows_become_fewer_as_prompts_run_out(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    chooser, _ = piloted(pair, LADDER, monkeypatch)
     assert all(before.rows >= after.rows for before, after in pairwise(chooser.chosen))
     for moment, load in chooser.asked:
         assert (moment.num_waiting == 0) == load.is_dry
@@ -145,8 +152,10 @@ def test_rows_become_fewer_as_prompts_run_out(pair: Pair) -> None:
     assert chooser.chosen[-1] == LONE
 
 
-def test_a_drafter_that_slept_costs_a_catch_up_and_one_that_is_told_none(pair: Pair) -> None:
-    chooser, _ = piloted(pair, COSTS["fewer and fewer rows"])
+def test_a_drafter_that_slept_costs_a_catch_up_and_one_that_is_told_none(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chooser, _ = piloted(pair, LADDER, monkeypatch)
     before = [WIDE, *chooser.chosen]  # what was in force when the question came
     for plan, (moment, load) in zip(before, chooser.asked, strict=False):
         if plan.nodes > 1:
@@ -157,8 +166,10 @@ def test_a_drafter_that_slept_costs_a_catch_up_and_one_that_is_told_none(pair: P
             assert (moment.warm, moment.catch_up_seconds) == (False, num_calls * CALL_SECONDS)
 
 
-def test_sequences_are_as_long_as_those_that_ended(pair: Pair) -> None:
-    chooser, done = piloted(pair, COSTS["plain"])
+def test_sequences_are_as_long_as_those_that_ended(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chooser, done = piloted(pair, "plain", monkeypatch)
     assert chooser.asked[0][0].expected_left == chooser.asked[0][0].num_live * CAP
     moment, _ = chooser.asked[-1]
     mean = moment.expected_left / moment.num_live
