@@ -67,7 +67,7 @@ Often used
 Examples
   python -m ddbatch model.path=target data.path=prompts.jsonl output_dir=out
   python -m ddbatch model.path=target drafter.path=drafter \\
-      data.path='data/*.parquet' output_dir=out engine.rows=32 engine.budget=16
+      data.path='data/*.parquet' output_dir=out sampling.temperature=0.8
   python -m ddbatch model.path=target data.path=chats.jsonl output_dir=out \\
       'data.chat_template_kwargs={{enable_thinking: false}}'
   python -m ddbatch --cfg job model.path=target engine.rows=32

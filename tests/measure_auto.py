@@ -7,10 +7,11 @@
 For each number of rows, arms are plain decoding, chains and trees of the node counts --nodes, each
 with one engine of one plan, and auto: planned, measured and piloted as job=generate does it,
 without the gate and audits. A pass is --num-prompts prompts a row with refill, prefill and drain.
-After a pass that warms up, which is auto's exploring too, passes of the arms take turns; arms that
-were slower than --least of the best in the warm pass are named and left out. With --run it is one
-pass over so many prompts whose lengths are skewed (log-normal caps, stops ignored): tokens/s of the
-whole against the rate while prompts wait. With --coin acceptance is synthetic (synthetic.py).
+Short passes warm arms up; those that are slower than --least of the best then are named and left
+out. Auto explores in --warm passes; then passes of the arms take turns. With --run it is one pass
+over so many prompts whose lengths are skewed (log-normal caps, stops ignored): tokens/s of the
+whole against the rate while prompts wait. With --coin acceptance is synthetic, and drafts are
+paths: trees of random weights are flat.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from itertools import cycle, islice
 from pathlib import Path
@@ -31,20 +31,14 @@ import torch
 from measure_methods import read_prompts
 from measuring import (
     RANDOM_SHAPES,
-    Arm,
     Cell,
-    Pair,
     add_options,
     headline,
-    make_engine,
-    open_pair,
     pick_device,
-    pick_pool,
     random_pair,
     save,
     table,
 )
-from synthetic import coins
 
 from ddbatch.core import Completion, EngineStats, Key, Sampling, TokenPrompt
 from ddbatch.data.folder import RunFolder
@@ -52,12 +46,16 @@ from ddbatch.engine.engine import Engine
 from ddbatch.engine.plan import Method
 from ddbatch.engine.programs import GraphPool
 from ddbatch.engine.sampling import DrawKind
+from ddbatch.jobs.benching.arms import Arm
+from ddbatch.jobs.benching.engines import Pair, make_engine, open_pair, pick_pool, toss_coins
 from ddbatch.jobs.generating.planning import Wish
 from ddbatch.jobs.generating.serving import EngineDecoder, ServeOptions
 from ddbatch.jobs.generating.trials import Trials
 
+SHORT = 48  # new tokens of the passes that leave arms out
 NODES = (2, 3, 4, 5, 8, 9, 16, 17, 32, 33, 64, 65)
 ALL: tuple[Method, ...] = ("ddtree", "chain", "autoregressive")
+PATHS: tuple[Method, ...] = ("chain", "autoregressive")
 HEADS = ("rows", "arm", "tokens/s (min-max)", "against plain", "auto against it", "acceptance")
 RUN_HEADS = (
     "rows",
@@ -123,28 +121,32 @@ def main() -> None:
     coin = "" if args.coin is None else f"; synthetic acceptance, coin {args.coin}"
     print(f"Prompts of {min(map(len, prompts))} to {longest} tokens, greedy{coin}.\n")
     rows_of_table: list[list[Cell]] = []
-    with coins(args.coin) if args.coin is not None else nullcontext():
-        for rows in args.rows:
-            if args.run:
-                rows_of_table += measure_run(args, pair, pool, prompts, rows, max_len)
-            else:
-                rows_of_table += measure_rows(args, pair, pool, prompts, rows, max_len)
-            print(table(RUN_HEADS if args.run else HEADS, rows_of_table), flush=True)
-            save(args.json, rows_of_table)
+    for rows in args.rows:
+        measure = measure_run if args.run else measure_rows
+        rows_of_table += measure(args, pair, pool, prompts, rows, max_len)
+        print(table(RUN_HEADS if args.run else HEADS, rows_of_table), flush=True)
+        save(args.json, rows_of_table)
 
 
 def auto_server(
-    pair: Pair, rows: int, max_len: int, pool: GraphPool | None, count: int, folder: Path
+    pair: Pair,
+    rows: int,
+    max_len: int,
+    pool: GraphPool | None,
+    count: int,
+    folder: Path,
+    coin: float | None,
 ) -> Server:
     """Auto as job=generate has it, without gate and audits."""
+    assert pair.drafter is not None
     wish = Wish(
-        methods=ALL,
+        methods=ALL if coin is None else PATHS,
         budget=None,
         topk=None,
         rows=rows,
         block=pair.drafter.dims.block,
         vocab=pair.target.dims.vocab,
-        max_tokens=None,
+        limit=None,
         device=pair.device.type,
         has_ladder=True,
     )
@@ -164,6 +166,9 @@ def auto_server(
     )
     started = time.perf_counter()
     decoder.grow(max_len)
+    assert decoder.engine is not None
+    if coin is not None:
+        toss_coins(decoder.engine, coin, pool)
     print(f"rows {rows}: planned and measured in {time.perf_counter() - started:.1f} s", flush=True)
     return Server("auto", decoder)
 
@@ -175,9 +180,10 @@ def fixed_servers(
     arms = [Arm("autoregressive", None, rows)]
     if not args.run:
         arms += [Arm("chain", budget, rows) for budget in args.chains]
-        arms += [Arm("ddtree", nodes - 1, rows) for nodes in args.nodes]
+        method: Method = "ddtree" if args.coin is None else "chain"
+        arms += [Arm(method, nodes - 1, rows) for nodes in args.nodes]
     for arm in arms:
-        yield Server(arm.name, make_engine(pair, arm, max_len, pool))
+        yield Server(arm.name, make_engine(pair, arm, max_len, pool, coin=args.coin))
 
 
 def measure_rows(
@@ -198,20 +204,22 @@ def measure_rows(
     found: dict[str, list[Pass]] = {}
     servers: list[Server] = []
     with tempfile.TemporaryDirectory() as folder:
-        auto = auto_server(pair, rows, max_len, pool, 100 * count, Path(folder))
+        auto = auto_server(pair, rows, max_len, pool, 100 * count, Path(folder), args.coin)
+        for _ in range(args.warm):
+            run(auto, work)
         best = 0.0
-        for server in (auto, *fixed_servers(args, pair, rows, max_len, pool)):
-            passes = [run(server, work) for _ in range(args.warm if server is auto else 1)]
-            if not servers or passes[-1].rate >= args.least * best or "auto" in server.name[:4]:
+        for server in fixed_servers(args, pair, rows, max_len, pool):
+            run(server, [replace(prompt, max_new_tokens=8) for prompt in work[:rows]])
+            rate = run(
+                server,
+                [replace(p, max_new_tokens=min(SHORT, p.max_new_tokens)) for p in work[:rows]],
+            ).rate
+            best = max(best, rate)
+            if server.name == "autoregressive" or rate >= args.least * best:
                 servers.append(server)
             else:
-                print(f"  {server.name}: {passes[-1].rate:,.0f} tokens/s, left out", flush=True)
-            best = max(best, passes[-1].rate)
-        servers += (
-            []
-            if any(s.name == "autoregressive" for s in servers)
-            else [next(fixed_servers(args, pair, rows, max_len, pool))]
-        )
+                print(f"  {server.name}: {rate / best:.2f} of the best, left out", flush=True)
+        servers.insert(0, auto)
         for _ in range(args.repeats):
             for server in servers:
                 found.setdefault(server.name, []).append(run(server, work))
@@ -256,7 +264,7 @@ def measure_run(
     )
     found: dict[str, list[Pass]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        auto = auto_server(pair, rows, max_len, pool, 100 * len(work), Path(folder))
+        auto = auto_server(pair, rows, max_len, pool, 100 * len(work), Path(folder), args.coin)
         run(auto, work[: max(64, rows)])  # what it explores is measured below too
         (plain,) = fixed_servers(args, pair, rows, max_len, pool)
         assert isinstance(auto.driver, EngineDecoder)
@@ -344,7 +352,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--max-new-tokens", type=int, default=256)
     parser.add_argument("--stop", type=int, nargs="*", default=[2], help="none: to the cap")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--warm", type=int, default=3, help="passes of auto before it counts")
+    parser.add_argument("--warm", type=int, default=2, help="passes of auto before it counts")
     parser.add_argument("--least", type=float, default=0.8)
     parser.add_argument("--coin", type=float, help="share of positions whose draft is accepted")
     parser.add_argument("--run", type=int, help="prompts of whole runs with skewed lengths")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from tiny import load_tiny_pair
 
 import ddbatch.engine.engine as engine_module
 from ddbatch.core import Sampling, ShapePlan
-from ddbatch.engine.catching_up import untold_pieces
+from ddbatch.engine.catching_up import Context
 from ddbatch.engine.engine import Engine
 from ddbatch.engine.gate import Verdict, judge
 from ddbatch.engine.numerics import FLOAT32_GAP
@@ -65,14 +66,15 @@ def lost_row(monkeypatch: pytest.MonkeyPatch) -> None:
 def shifted_context(monkeypatch: pytest.MonkeyPatch) -> None:
     """The drafter is told of tokens one place too far on."""
 
-    def shifted(*args: object) -> list[Piece]:
-        pieces = untold_pieces(*args)  # type: ignore[arg-type]
+    original = Context.tell
+
+    def tell(*args: Any) -> list[Piece]:
         return [
             piece._replace(token_ids=(piece.token_ids[0], *piece.token_ids[:-1]))
-            for piece in pieces
+            for piece in original(*args)
         ]
 
-    monkeypatch.setattr(engine_module, "untold_pieces", shifted)
+    monkeypatch.setattr(Context, "tell", tell)
 
 
 @pytest.mark.parametrize("plant", [lost_row, shifted_context])

@@ -26,6 +26,7 @@ from ddbatch.engine.curves import (
     PlanTuple,
 )
 
+SEATED = 0.9  # of the live sequences, when no prompts wait; others end before these miss a row
 MIN_GAIN = 0.01  # a plan that is better by less is not worth a change
 # A plan is explored, some row-rounds at a time, until what is known of it leaves no hope, at most
 # until so many are known; and again when half of these are too old to count.
@@ -129,18 +130,26 @@ class Chooser:
 
     def choose(self, current: ShapePlan, moment: Moment) -> ShapePlan:
         """The plan that the next rounds should have: one of `plans`."""
-        rates = {plan: self.rate(plan, moment) for plan in self.plans}
+        plans = self._seating(moment)
+        rates = {plan: self.rate(plan, moment) for plan in plans}
         ends = {
             plan: moment.catch_up(plan) + moment.tokens_left() / rate
             for plan, rate in rates.items()
         }
-        best = min(self.plans, key=lambda plan: (ends[plan], plan.rows))
+        best = min(plans, key=lambda plan: (ends[plan], plan.rows))
         if current in ends and ends[current] <= (1 + MIN_GAIN) * ends[best]:
             best = current
         explored = self._explored(best, rates[best], ends[best], moment)
         if explored is None:
             return self._answer(_Last(best, "best", moment, rates[best]))
         return self._answer(_Last(explored, "explored", moment, rates[best]))
+
+    def _seating(self, moment: Moment) -> list[ShapePlan]:
+        """Plans that may serve. When no prompts wait all sequences go on together: those left
+        without a row would be few at the end, and few rows are slow."""
+        least = 0.0 if moment.num_waiting else SEATED * moment.num_live
+        least = min(least, max(plan.rows for plan in self.plans))
+        return [plan for plan in self.plans if plan.rows >= least]
 
     def _explored(
         self, best: ShapePlan, rate: float, seconds_left: float, moment: Moment

@@ -29,7 +29,7 @@ from ddbatch.core import (
 )
 from ddbatch.engine.admit import leave
 from ddbatch.engine.allocate import allocate_states
-from ddbatch.engine.catching_up import num_committed, untold_pieces
+from ddbatch.engine.catching_up import Context
 from ddbatch.engine.histories import Histories
 from ddbatch.engine.layouts import make_layouts
 from ddbatch.engine.plan import plan_prefill
@@ -117,7 +117,7 @@ class Engine:
             layout.reset()
         self.stats = EngineStats()
         self._draw = self._least_draw
-        self._homes = Homes(self.cache_plan)
+        self._homes, self._context = Homes(self.cache_plan), Context(self.cache_plan.slots)
         self._seats: dict[int, Seat] = {}
         self._pieces: deque[Piece] = deque()  # that wait for a prefill call
         deepest = max(self.plans, key=lambda plan: plan.draft_depth)
@@ -196,9 +196,7 @@ class Engine:
         self._layout = after
         self._longest = self._histories.longest(0)
         if before.drafter is not None and after.drafter is None:
-            for seat in self._seats.values():
-                if seat.num_drafted is None:
-                    seat.num_drafted = num_committed(seat, self._histories)
+            self._context.sleep(self._histories)
         elif before.drafter is None and after.drafter is not None:
             self._catch_up()
 
@@ -206,12 +204,12 @@ class Engine:
     def load(self) -> Load:
         """What there is to do; counted, so not for every round."""
         histories = self._histories
-        untold = [
-            num_committed(seat, histories) - seat.num_drafted
-            for seat in self._seats.values()
-            if seat.num_drafted is not None
-        ]
-        return Load(histories.num_loaded, histories.mean_length(), self._is_dry, sum(untold))
+        return Load(
+            histories.num_loaded,
+            histories.mean_length(),
+            self._is_dry,
+            self._context.num_untold(histories),
+        )
 
     @property
     def is_busy(self) -> bool:
@@ -294,8 +292,8 @@ class Engine:
                 self._stop_watch.open(own.stop),
                 time.monotonic(),
                 draw_kind([own]),
-                num_drafted=None if self._is_drafting else 0,
             )
+            self._context.open(placed.slot, len(prompt.token_ids), is_told=self._is_drafting)
             self._histories.open(placed)
             self._is_hot_S[placed.slot] = own.temperature > 1
             self._pieces.extend(pieces_of(placed, self.state.prefill_plan.chunk))
@@ -310,7 +308,8 @@ class Engine:
     def _catch_up(self) -> None:
         """Tell the drafter what it does not know of the sequences in flight."""
         plan, waiting = self.state.prefill_plan, self._pieces
-        self._pieces = deque(untold_pieces(self._seats.values(), self._histories, plan.chunk))
+        missed = self._context.tell(self._seats.values(), self._histories, plan.chunk)
+        self._pieces = deque(missed)
         while self._pieces:
             self._prefill(min(plan.chunks, len(self._pieces)))
         self._pieces = waiting
@@ -331,9 +330,8 @@ class Engine:
         self._push(self._num_calls, _Call(pieces, started))
         self._num_calls += 1
         for piece in pieces:
-            seat = self._seats[piece.placed.slot]
             if piece.is_prompt:
-                seat.num_launched = piece.stop
+                self._context.launch(piece.placed.slot, piece.stop)
             if piece.is_last:
                 self._histories.load(piece.placed)
                 self._longest = max(self._longest, piece.stop)
@@ -396,4 +394,5 @@ class Engine:
             self._stop_watch.feed(watched, said.token_ids[watched.num_fed : text_end])
         self._closing.append(closing(seat, said, finish))
         self._flagged.discard(slot)
+        self._context.close(slot)
         self._homes.give_back(seat.placed)

@@ -42,7 +42,7 @@ NUM_OTHERS = 16  # canaries of a rung that are judged, besides those at edges
 # Forced accepts: different canaries, and how often some are decoded at least and at most, until
 # every node of the tree was accepted.
 NUM_FORCED = 16
-MIN_WAVE, MAX_WAVES = 8, 12
+MIN_WAVE, MAX_WAVES, MAX_LATER_WAVES = 8, 12, 3
 # Canaries that another plan begins, and the rounds after which they change.
 NUM_CHANGING, CHANGES = 16, (2, 4, 6)
 ELEMENTS_AT_ONCE = 1 << 26  # of a plane, that are looked at together
@@ -126,7 +126,7 @@ class _Hearing:
             engine.programs = programs
             self._change(own, next(plan for plan in engine.plans if plan != engine.plan))
         if engine.drafter is not None and not findings.faults:
-            self._force(own, seed)
+            self._force(own, seed, MAX_WAVES if is_first else MAX_LATER_WAVES)
         self.checks |= findings.texts()
         if self._knows_all:
             self.checks["memory"] = self._look_at_memory()
@@ -195,7 +195,7 @@ class _Hearing:
         self._judge(decoded, share=0.5, is_forced=True)
         self.checks["change of plan"] = f"{len(decoded)} canaries, {number} rounds"
 
-    def _force(self, own: Sequence[Decoded], seed: int) -> None:
+    def _force(self, own: Sequence[Decoded], seed: int, most: int) -> None:
         """Decode canaries again, with drafts that must be accepted."""
         engine, findings = self._engine, self.findings
         forced, num_slots = ForcedPrograms(engine, seed), engine.cache_plan.slots
@@ -207,7 +207,7 @@ class _Hearing:
         # No more than there are slots: what they leave is still there at the end.
         num_prompts = min(num_slots, max(engine.plan.rows, MIN_WAVE), len(prompts))
         num_waves, num_left = 0, engine.plan.nodes
-        while not findings.faults and num_waves < MAX_WAVES and 0 < forced.num_left < num_left:
+        while not findings.faults and num_waves < most and 0 < forced.num_left < num_left:
             num_waves, num_left = num_waves + 1, forced.num_left
             wave = {prompt.key: prompt for prompt in islice(turns, num_prompts)}
             forced.begin(known)

@@ -93,9 +93,9 @@ class Histories:
         """Output tokens up to the last one that may end a stop string."""
         return int(self._may_end_S[slot])
 
-    def length(self, slot: int) -> int:
-        """Committed tokens of a sequence whose first token is known."""
-        return int(self._lengths(slice(slot, slot + 1))[0])
+    def lengths(self) -> Ints:
+        """Committed tokens in each slot, where the first output token is known."""
+        return self._lengths(slice(self._nobody))
 
     def mean_length(self) -> float:
         """Committed tokens of those that may be on a row, on average."""

@@ -63,16 +63,13 @@ class Homes:
 
 @dataclass
 class Seat:
-    """A slot in flight. draw: what its draws compute. num_launched: prompt tokens in prefill calls
-    so far. num_drafted: tokens that the drafter was told of, None = all that are committed."""
+    """A slot in flight. draw: what its draws compute."""
 
     placed: Placed
     watched: Watched | None  # where the prompt has stop strings
     started: float
     draw: DrawKind
     is_cancelled: bool = False
-    num_launched: int = 0
-    num_drafted: int | None = None
 
 
 class Load(NamedTuple):

@@ -123,9 +123,19 @@ def make_engine(
         prefill_plan=prefill if chunks is None else replace(prefill, chunks=chunks),
         pool=pool,
     )
-    if coin is not None and plan.nodes > 1:
-        engine.programs = _captured(CoinPrograms(engine, coin), pool)
+    if coin is not None:
+        toss_coins(engine, coin, pool)
     return engine
+
+
+def toss_coins(engine: Engine, share: float, pool: GraphPool | None) -> None:
+    """Make the acceptance of all drafted plans of an idle engine synthetic."""
+    first = engine.plan
+    for plan in engine.plans:
+        engine.change(plan)
+        if plan.nodes > 1:
+            engine.programs = _captured(CoinPrograms(engine, share), pool)
+    engine.change(first)
 
 
 def plain_programs(engine: Engine, pool: GraphPool | None) -> Programs:
