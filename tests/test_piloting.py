@@ -23,18 +23,19 @@ from ddbatch.models.dflash import DFlash
 
 VOCAB, BLOCK = 13, 5
 WIDE = ShapePlan(rows=6, nodes=1, block=1, draft_depth=0, topk=0)
+BUSH = ShapePlan(rows=6, nodes=4, block=BLOCK, draft_depth=3, topk=3)
 TREE = ShapePlan(rows=3, nodes=8, block=BLOCK, draft_depth=4, topk=7)
 LONE = ShapePlan(rows=1, nodes=17, block=BLOCK, draft_depth=4, topk=VOCAB)
 THIN = ShapePlan(rows=1, nodes=1, block=1, draft_depth=0, topk=0)
-PLANS = (WIDE, TREE, LONE, THIN)
+PLANS = (WIDE, BUSH, TREE, LONE, THIN)
 CAP = 60
 PREFILL_TOKENS, CALL_SECONDS = 32, 1e-3
-# By what costs are made up: plain decoding alone, a tree always, or the wider the more are live.
+# By what costs are made up: plain decoding alone, a tree always, or few rows once few are live.
 LADDER = "fewer and fewer rows"
 COSTS = {
-    "plain": (1.0, 90.0, 90.0, 0.5),
-    "tree": (9.0, 1.0, 9.0, 9.0),
-    LADDER: (1.0, 1.5, 0.6, 0.9),
+    "plain": (1.0, 90.0, 90.0, 90.0, 0.5),
+    "tree": (9.0, 1.0, 9.0, 9.0, 9.0),
+    LADDER: (1.0, 9.0, 1.5, 0.6, 0.9),
 }
 Pair = tuple[Target, DFlash]
 
@@ -135,7 +136,7 @@ def test_tokens_are_those_of_plain_decoding_and_every_round_is_told_once(
         used
         == {
             "plain": {WIDE, THIN},
-            "tree": {TREE},
+            "tree": {BUSH},
             "fewer and fewer rows": {WIDE, TREE, LONE},
         }[name]
     )
