@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import Protocol
 
 import torch
 
@@ -14,6 +15,7 @@ from ddbatch.core import (
     Rejected,
     Sampling,
     StopFinder,
+    StopMatch,
     TokenPrompt,
 )
 from ddbatch.engine.engine import Engine
@@ -100,6 +102,52 @@ def run_all(engine: Engine, prompts: Sequence[TokenPrompt]) -> list[Completion]:
     done = list(engine.run(iter(prompts)))
     assert not any(isinstance(item, Rejected) for item in done), done
     return sorted((item for item in done if isinstance(item, Completion)), key=lambda c: c.key)
+
+
+class NoStops:
+    """A StopFinder for prompts without stop strings."""
+
+    def flagged(self, stop: tuple[str, ...]) -> Sequence[int]:
+        return ()
+
+    def watch(self, stop: tuple[str, ...]) -> Callable[[Sequence[int]], StopMatch | None]:
+        raise AssertionError(stop)
+
+
+class Driver(Protocol):
+    """An engine, or what stands around one."""
+
+    def fill(self, prompts: Iterator[TokenPrompt]) -> None: ...
+
+    @property
+    def is_busy(self) -> bool: ...
+
+    def step(self) -> None: ...
+
+    def collect(self) -> Iterator[Completion | Rejected]: ...
+
+
+def drive(
+    driver: Driver,
+    prompts: Sequence[TokenPrompt],
+    look: Callable[[], object] = lambda: None,
+    see: Callable[[Completion], object] = lambda done: None,
+) -> list[Completion]:
+    """Completions of all prompts, by key; none may be rejected. look: before every round, see: what
+    has ended."""
+    waiting, done = iter(prompts), list[Completion]()
+    while True:
+        driver.fill(waiting)
+        if not driver.is_busy:
+            break
+        look()
+        driver.step()
+        for item in driver.collect():
+            assert isinstance(item, Completion), item
+            see(item)
+            done.append(item)
+    assert len(done) == len(prompts)
+    return sorted(done, key=lambda item: item.key)
 
 
 def random_prompts(lengths: Sequence[int], vocab: int, seed: int = 0) -> list[list[int]]:

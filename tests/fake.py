@@ -63,7 +63,8 @@ def write_model(folder: Path, template: str | None = TEMPLATE) -> Path:
 @dataclass(frozen=True)
 class FakeOptions:
     """step_seconds: of a round. nan_ids: a prompt that ends with one of them gets no finite score.
-    fail_at_step: the engine breaks there. steps_file: gets a byte with every round."""
+    fail_at_step: the engine breaks there. steps_file: gets a byte with every round. found: what it
+    notes at its end."""
 
     rows: int = 4
     context: int = 80
@@ -72,6 +73,7 @@ class FakeOptions:
     fail_at_step: int | None = None
     steps_file: str | None = None
     dtype: str = "float32"
+    found: dict[str, object] = field(default_factory=dict)
 
 
 @dataclass
@@ -98,7 +100,7 @@ class FakeDecoder:
         self._results: list[Completion | Rejected] = []
         self._figures = [0, 0, 0, 0]
         self.about: dict[str, object] = {}
-        self.found: dict[str, object] = {}
+        self.found = dict(options.found)
         self.choice: str | None = None
         self.plan = ShapePlan(rows=options.rows, nodes=5, block=4, draft_depth=3, topk=4)
         self.max_len = 0

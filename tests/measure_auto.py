@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from decoding import NoStops
 from measure_methods import read_prompts
 from measuring import (
     RANDOM_SHAPES,
@@ -77,16 +78,6 @@ class Pass(NamedTuple):
     seconds: float
     drain: float
     acceptance: float
-
-
-class NoStops:
-    """A finder for prompts without stop strings."""
-
-    def flagged(self, stop: tuple[str, ...]) -> Sequence[int]:
-        return ()
-
-    def watch(self, stop: tuple[str, ...]) -> object:
-        raise AssertionError(stop)
 
 
 class Server(NamedTuple):

@@ -125,12 +125,33 @@ def test_a_disk_that_fails_is_not_hidden(
         end_attempt(folder, name, 0, "done")
 
 
-@pytest.mark.parametrize("field", ["started_at", "host", "pid", "about", "ended_at", "exit_code"])
-@pytest.mark.parametrize("kind", ["missing", "odd", "cut"])
+@pytest.mark.parametrize("text", [{}, {"found": {"planner": {"plans": [1]}}}])
+def test_an_end_of_an_earlier_version_found_nothing(
+    folder: RunFolder, text: dict[str, object]
+) -> None:
+    name = start(folder, {})
+    end_attempt(folder, name, 0, "done")
+    file = folder.state("attempts") / f"{name}.end.json"
+    values = json.loads(file.read_text())
+    del values["found"]
+    file.write_text(json.dumps(values | text))
+    (attempt,) = read_attempts(folder)
+    assert (attempt.reason, attempt.found) == ("done", text.get("found", {}))
+
+
+@pytest.mark.parametrize(
+    ("field", "kind"),
+    [
+        (field, kind)
+        for field in ("started_at", "host", "pid", "about", "ended_at", "exit_code", "found")
+        for kind in ("missing", "odd", "cut")
+        if (field, kind) != ("found", "missing")
+    ],
+)
 def test_a_file_that_tells_of_no_attempt_is_named(folder: RunFolder, field: str, kind: str) -> None:
     name = start(folder, {})
     end_attempt(folder, name, 0, "done")
-    is_end = field in ("ended_at", "exit_code")
+    is_end = field in ("ended_at", "exit_code", "found")
     file = folder.state("attempts") / (name + (".end.json" if is_end else ".json"))
     values = json.loads(file.read_text())
     del values[field]

@@ -20,6 +20,7 @@ from ddbatch.engine.candidates import (
     shortlist,
 )
 from ddbatch.engine.curves import CostCurve, expected_emitted
+from ddbatch.engine.limits import GemmLimit
 from ddbatch.engine.plan import Method, plan_shapes
 
 ROWS = (1, 2, 8, 24, 32, 64, 128, 512)
@@ -89,7 +90,7 @@ def test_candidates_keep_to_the_limit_the_block_and_the_methods(
             rows=rows,
             block=plan.block,
             vocab=1000,
-            gemm_limit=max_tokens,
+            gemm_limit=None if max_tokens is None else GemmLimit(max_tokens, "test"),
         )
 
 

@@ -388,6 +388,9 @@ def test_the_summary_says_what_was_chosen_and_what_else_would_give() -> None:
         "plain decoding, 8 rows: 1.00 tokens a round at 1 ms; "
         "a tree of 8 nodes over blocks of 16 would give 0.50x"
     )
+    chooser, plain, _ = two_plans(1.6, rows=1)
+    chooser.choose(plain, moment(1))
+    assert chooser.summary().startswith("a tree of 8 nodes over blocks of 16, 1 row: 2.00 tokens")
 
 
 def test_the_record_is_json_its_curves_can_be_read_and_its_history_is_bounded() -> None:

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import wait_until
+from fake import FAILURE, FakeOptions
+from runs import Run, prompts, wait_until
 
 from ddbatch.core import RunError
 from ddbatch.data.attempts import end_attempt, read_attempts, start_attempt
@@ -188,6 +189,24 @@ def test_verdicts_last_and_the_first_stays(folder: RunFolder) -> None:
     assert later.verdict("wide") == {"is_passed": False, "reason": "\ud800 no"}
     assert later.verdict("narrow") == {"is_passed": True}
     assert not list(folder.tmp("ours").iterdir())
+
+
+def test_what_runs_found_is_there_for_later_attempts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = Run(tmp_path, prompts(9))
+    trials = Trials(RunFolder(whole.out), "ours")
+    assert trials.found_before("planner") is None
+    for found, step in (({"planner": 1}, 3), ({"planner": {"a": [2.5]}}, 4), ({"other": 3}, 2)):
+        with pytest.raises(RuntimeError, match=FAILURE):
+            whole(engine=FakeOptions(found=found, fail_at_step=step))
+    assert trials.found_before("planner") == {"a": [2.5]}
+    assert trials.found_before("other") == 3
+    assert whole(engine=FakeOptions(found={"planner": 4})) == 0
+    assert trials.found_before("planner") == 4
+    next(RunFolder(whole.out).state("attempts").glob("*.end.json")).write_text("{")
+    assert trials.found_before("planner") is None
+    assert "tells of no attempt" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"name": "another", "verdict": {}}'])

@@ -19,7 +19,7 @@ from ddbatch.core import RunError
 from ddbatch.data.folder import RunFolder, list_names, write_new
 
 _STARTED, _ENDED = ".json", ".end.json"
-_RUNS: dict[str, object] = {"ended_at": None, "exit_code": None, "reason": None, "found": {}}
+_RUNS: dict[str, object] = {"ended_at": None, "exit_code": None, "reason": None}
 
 
 @dataclass(frozen=True)
@@ -128,9 +128,9 @@ def _read_attempt(folder: RunFolder, name: str, names: Collection[str]) -> Attem
                 "ended_at": int() | float() | None as ended_at,
                 "exit_code": int() | None as exit_code,
                 "reason": str() | None as reason,
-                "found": dict() as found,
+                **others,
             },
-        ):
+        ) if isinstance(found := others.get("found", {}), dict):  # earlier versions wrote none
             is_gone = ended is _RUNS and _is_gone(machine, pid)
             return Attempt(
                 *(name, about, started_at, host, pid, exit_code, reason, ended_at), found, is_gone

@@ -206,7 +206,7 @@ class Chooser:
         plan, why, moment, _ = self._last
         emitted = self.acceptance.emitted(plan)
         seconds = self.costs.seconds(plan, moment.context)
-        text = f"{_named(plan)}, {plan.rows} rows: {emitted:.2f} tokens a round at "
+        text = f"{_named(plan)}, {_plural(plan.rows, 'row')}: {emitted:.2f} tokens a round at "
         text += f"{1000 * seconds:.3g} ms"
         text += " (to measure it)" if why == "explored" else ""
         others = [other for other in self.plans if (other.nodes == 1) != (plan.nodes == 1)]
@@ -214,7 +214,7 @@ class Chooser:
             rates = {other: self.rate(other, moment) for other in others}
             other = max(others, key=lambda other: rates[other])
             times = rates[other] / self.rate(plan, moment)
-            rows = "" if other.rows == plan.rows else f", {other.rows} rows,"
+            rows = "" if other.rows == plan.rows else f", {_plural(other.rows, 'row')},"
             text += f"; {_named(other)}{rows} would give {times:.2f}x"
         return text
 
@@ -234,8 +234,12 @@ def _explore_rounds(plan: ShapePlan, moment: Moment) -> int:
     return math.ceil(EXPLORE_ROW_ROUNDS / moment.lanes(plan))
 
 
+def _plural(count: int, thing: str) -> str:
+    return f"{count} {thing}{'s' * (count != 1)}"
+
+
 def _named(plan: ShapePlan) -> str:
     if plan.nodes == 1:
         return "plain decoding"
     kind = "a chain" if plan.topk == 1 else "a tree"
-    return f"{kind} of {plan.nodes - 1} nodes over blocks of {plan.block}"
+    return f"{kind} of {_plural(plan.nodes - 1, 'node')} over blocks of {plan.block}"

@@ -63,6 +63,7 @@ def measure_costs(
                 curve = curve or CostCurve(*_call(engine, draw))
                 for context in contexts:
                     curve.add(plan, context, _round(engine, context, draw))
+        del engine  # before the next one takes memory
     assert curve is not None, "no plan"
     return curve
 

@@ -56,7 +56,8 @@ def allocate_slot_sampling(slots: int, vocab: int, device: torch.device) -> Slot
     return SlotSampling(
         temperature_S=zeros(slots, dtype=torch.float32),
         top_k_S=zeros(slots, dtype=torch.long),
-        top_p_S=zeros(slots, dtype=torch.float64) + 1,
+        # Filled: a sum on the device without memory loads PyTorch's compiler, which takes seconds.
+        top_p_S=zeros(slots, dtype=torch.float64).fill_(1),
         min_p_S=zeros(slots, dtype=torch.float32),
         seed_S2=zeros(slots, 2, dtype=torch.long),
         hash_S2=zeros(slots, 2, dtype=torch.long),

@@ -209,16 +209,25 @@ class EnginePair:
             trials,
             self.serve_options,
             self._fingerprint(),
-            _acceptance_before(trials),
+            acceptance_before(trials),
         )
 
 
-def _acceptance_before(trials: Trials) -> AcceptanceCurve | None:
-    """What the last attempt that noted it saw of this run's text."""
+def acceptance_before(trials: Trials) -> AcceptanceCurve | None:
+    """What the last attempt that noted it saw of this run's text; None too where that is another
+    version's note, which may tell of other shapes."""
     match trials.found_before("planner"):
-        case {"acceptance": {"counts": [*_]} as told}:
+        case {"acceptance": {"counts": [*counts]} as told} if all(map(_is_count, counts)):
             return AcceptanceCurve.from_dict(cast(AcceptanceDict, told))
     return None
+
+
+def _is_count(told: object) -> bool:
+    """Whether it is a shape with its row-rounds and tokens."""
+    match told:
+        case [[int(), int(), int(), int(), int()], [float() | int() as row_rounds, emitted]]:
+            return isinstance(emitted, float | int) and 0 < row_rounds <= emitted
+    return False
 
 
 def check_device_options(config: Config, device: torch.device) -> None:

@@ -60,6 +60,10 @@ class Pilot:
             engine.change(chosen)
             self._tell(engine, plan, load)  # of the round that was not read before
 
+    def tell(self, engine: Engine) -> None:
+        """Before the engine goes: of the rounds since the last look."""
+        self._tell(engine, engine.plan, engine.load)
+
     def _tell(self, engine: Engine, plan: ShapePlan, load: Load) -> None:
         """What was made of this plan since the last time."""
         stats = engine.stats

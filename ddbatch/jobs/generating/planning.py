@@ -114,21 +114,24 @@ def fit_memory(
         return wish.plans(rows), cache
 
     def fits(rows: int, spare: int) -> bool:
+        if free is None:
+            return True
         plans, cache = planned(rows, spare)
-        need = memory_need(plans, cache, plan_prefill(rows, wish.device), sizes)
-        return free is None or need.total <= free
+        return memory_need(plans, cache, plan_prefill(rows, wish.device), sizes).total <= free
 
     def least(rows: int) -> int:
         return max(1, round(LEAST_SPARE * rows))
 
-    rows = _most(wish.rows, lambda rows: fits(rows, least(rows)))
-    if not rows:
+    # More rows may take less, where fewer nodes are worth a try: none are taken unlooked at.
+    steps = _row_steps(wish.rows)
+    num_steps = _most(len(steps), lambda count: fits(steps[count - 1], least(steps[count - 1])))
+    if not num_steps:
         raise RunError(
             f"engine.rows={wish.rows}: no memory for a row with room for {max_len} tokens "
             f"({size(free or 0)} are free); choose a smaller engine.max_len"
         )
+    rows = steps[num_steps - 1]
     if rows < wish.rows:
-        rows -= rows % 8 if rows > 8 else 0  # whole tiles
         say(
             f"note: engine.rows={wish.rows} is lowered to {rows}: the {size(free or 0)} that are "
             f"free hold no more, with room for {max_len:,} tokens each"
@@ -137,14 +140,18 @@ def fit_memory(
     return planned(rows, spare)
 
 
+def _row_steps(rows: int) -> list[int]:
+    """Rows that may serve in the place of so many, rising: all, or whole tiles, or a few."""
+    return [*range(1, min(8, rows)), *range(8, rows, 8), rows]
+
+
 def _most(limit: int, holds: Callable[[int], bool]) -> int:
-    """The largest of 0..limit that holds; 0 does, and so does all below one that does."""
-    low, high = 0, limit
+    """A number of 0..limit that holds, while the next one does not: the largest, where all below
+    one that holds do too. 0 is taken to hold."""
+    low, high, middle = 0, limit, limit  # all of it, most often
     while low < high:
-        middle = high if low == 0 and holds(high) else (low + high + 1) // 2
-        if middle == high and low == 0 and holds(high):
-            return high
         low, high = (middle, high) if holds(middle) else (low, middle - 1)
+        middle = (low + high + 1) // 2
     return low
 
 

@@ -137,6 +137,7 @@ class EngineDecoder:
         assert not self.is_busy
         started = time.monotonic()
         self._warn()
+        self._tell()
         self._past = self.figures
         self._engine = self._pilot = None  # its memory first
         try:
@@ -283,7 +284,13 @@ class EngineDecoder:
     def finish(self) -> None:
         """Audit the last rows."""
         self._auditor.finish()
+        self._tell()
         self._warn()
+
+    def _tell(self) -> None:
+        """Have the chooser know all rounds: what they accepted outlives the engine."""
+        if self._engine is not None and self._pilot is not None:
+            self._pilot.tell(self._engine)
 
     def _warn(self) -> None:
         """Say what the acceptance table finds."""

@@ -89,7 +89,7 @@ def _plans(rounds: Mapping[ShapePlan, int]) -> str:
     most = sorted(rounds.items(), key=lambda item: -item[1])
     shown, others = most[:_SHOWN_PLANS], most[_SHOWN_PLANS:]
     texts = [
-        f"{plan.rows} rows x {plural(plan.nodes, 'node')} in {plural(count, 'round')}"
+        f"{plural(plan.rows, 'row')} x {plural(plan.nodes, 'node')} in {plural(count, 'round')}"
         if place == 0
         else f"{plan.rows} x {plan.nodes} in {count:,}"
         for place, (plan, count) in enumerate(shown)
