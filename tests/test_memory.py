@@ -17,7 +17,7 @@ from ddbatch.core import CachePlan, RunError, ShapePlan
 from ddbatch.engine.allocate import allocate_states
 from ddbatch.engine.memory import Sizes, memory_need
 from ddbatch.engine.plan import Method, plan_cache, plan_prefill
-from ddbatch.jobs.generating.planning import LEAST_SPARE, Wish, fit_memory
+from ddbatch.jobs.generating.planning import SPARE_SHARES, Wish, fit_memory
 from ddbatch.models.dims import DrafterDims, ModelDims, Rope
 
 DIMS = ModelDims(
@@ -146,7 +146,7 @@ def test_telling_what_is_needed_loads_no_compiler() -> None:
 
 
 def spared(rows: int) -> int:
-    return max(1, round(LEAST_SPARE * rows))
+    return max(1, round(min(SPARE_SHARES) * rows))
 
 
 @given(
@@ -180,8 +180,11 @@ def test_what_is_planned_fits_and_more_would_not(
         more = given_rows + 1 if given_rows < 8 else min(rows, given_rows + 8)
         assert given_rows <= 8 or given_rows % 8 == 0
         assert needed(more, spared(more)) > free
-    if spare < given_rows:
-        assert needed(given_rows, spare + 1) > free
+    steps = [max(spared(given_rows), round(given_rows * share)) for share in SPARE_SHARES]
+    assert spare in steps
+    larger = [step for step in steps if step > spare]
+    if larger:
+        assert needed(given_rows, min(larger)) > free
 
 
 def test_whole_tiles_fit_though_fewer_rows_may_take_more() -> None:

@@ -24,13 +24,13 @@ from ddbatch.engine.plan import Method, plan_cache, plan_prefill, plan_shapes, r
 from ddbatch.engine.programs import GraphPool
 from ddbatch.engine.sampling import DrawKind
 from ddbatch.jobs.generating.trials import Trials
-from ddbatch.jobs.show import say, size
+from ddbatch.jobs.show import plural, say, size
 from ddbatch.models.decoder import Target
 from ddbatch.models.dflash import DFlash
 
 # Slots that are ready while all rows are live: a finished row never waits for one. With less a
 # prefill call finds no slot while rows end together.
-LEAST_SPARE = 0.25  # of the rows
+SPARE_SHARES = (1.0, 0.75, 0.5, 0.25)  # of the rows
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ def fit_memory(
         return memory_need(plans, cache, plan_prefill(rows, wish.device), sizes).total <= free
 
     def least(rows: int) -> int:
-        return max(1, round(LEAST_SPARE * rows))
+        return max(1, round(min(SPARE_SHARES) * rows))
 
     # More rows may take less, where fewer nodes are worth a try: none are taken unlooked at.
     steps = _row_steps(wish.rows)
@@ -136,8 +136,11 @@ def fit_memory(
             f"note: engine.rows={wish.rows} is lowered to {rows}: the {size(free or 0)} that are "
             f"free hold no more, with room for {max_len:,} tokens each"
         )
-    spare = least(rows) + _most(rows - least(rows), lambda more: fits(rows, least(rows) + more))
-    return planned(rows, spare)
+    # In few steps: verdicts depend on the cache, and what is free differs a little between starts.
+    spares = sorted({max(least(rows), round(rows * share)) for share in SPARE_SHARES}, reverse=True)
+    return planned(
+        rows, next(spare for spare in spares if spare == spares[-1] or fits(rows, spare))
+    )
 
 
 def _row_steps(rows: int) -> list[int]:
@@ -183,6 +186,11 @@ def costs_of(
         return json.dumps({**about, "draw": draw.name, "costs": what}, sort_keys=True)
 
     excluded = trials.excluded()
+    for plan in [plan for plan in plans if name(asdict(plan)) in excluded]:
+        say(
+            f"note: {plural(plan.rows, 'row')} x {plural(plan.nodes, 'node')} are left out: a "
+            "process died, or was killed, while they were timed"
+        )
     plans = [plan for plan in plans if name(asdict(plan)) not in excluded]
     if not plans:
         raise RunError("a process died, or was killed, while each of the plans was tried")
