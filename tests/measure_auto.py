@@ -49,8 +49,9 @@ from ddbatch.engine.programs import GraphPool
 from ddbatch.engine.sampling import DrawKind
 from ddbatch.jobs.benching.arms import Arm
 from ddbatch.jobs.benching.engines import Pair, make_engine, open_pair, pick_pool, toss_coins
+from ddbatch.jobs.generating.making import ServeOptions
 from ddbatch.jobs.generating.planning import Wish
-from ddbatch.jobs.generating.serving import EngineDecoder, ServeOptions
+from ddbatch.jobs.generating.serving import EngineDecoder
 from ddbatch.jobs.generating.trials import Trials
 
 SHORT = 48  # new tokens of the passes that leave arms out

@@ -21,10 +21,11 @@ from ddbatch.engine.curves import AcceptanceCurve, AcceptanceDict, CostCurve
 from ddbatch.engine.engine import Engine
 from ddbatch.engine.gate import Verdict
 from ddbatch.engine.sampling import DrawKind
-from ddbatch.jobs.generating import planning, serving
+from ddbatch.jobs.generating import making, planning
 from ddbatch.jobs.generating.decoding import acceptance_before
+from ddbatch.jobs.generating.making import ServeOptions
 from ddbatch.jobs.generating.planning import Wish
-from ddbatch.jobs.generating.serving import EngineDecoder, ServeOptions
+from ddbatch.jobs.generating.serving import EngineDecoder
 from ddbatch.jobs.generating.trials import Trials
 from ddbatch.models.decoder import Target
 from ddbatch.models.dflash import DFlash
@@ -141,7 +142,7 @@ def learned(decoder: EngineDecoder) -> AcceptanceCurve:
 def test_whatever_plans_serve_the_tokens_are_the_targets(
     pair: Pair, serve: Serve, monkeypatch: pytest.MonkeyPatch, is_gated: bool
 ) -> None:
-    monkeypatch.setattr(serving, "JUDGE_SECONDS", 0.5)
+    monkeypatch.setattr(making, "JUDGE_SECONDS", 0.5)
     decoder, prompts = serve(is_gated=is_gated), prompts_of()
     decoder.grow(48)
     assert {plan.rows for plan in engine_of(decoder).plans} == {2, 1}
@@ -169,7 +170,7 @@ def test_a_plan_that_the_gate_refuses_is_not_used_while_others_are(
         judged.append(engine.plan)
         return Verdict(not usual(engine.plan), "tokens: they are others", {}, 0.1)
 
-    monkeypatch.setattr(serving, "judge", judge)
+    monkeypatch.setattr(making, "judge", judge)
     decoder, prompts = serve(is_gated=True), prompts_of()
     decoder.grow(48)
     assert sum(map(usual, judged)) == 1

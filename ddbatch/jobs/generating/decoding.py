@@ -21,9 +21,10 @@ from ddbatch.engine.limits import GemmLimit
 from ddbatch.engine.numerics import measure_numerics
 from ddbatch.engine.plan import AUTO_PAGE_CUDA, Method, auto_rows, choose_methods, plan_shapes
 from ddbatch.engine.sampling import DrawKind, draw_kind
+from ddbatch.jobs.generating.making import ServeOptions
 from ddbatch.jobs.generating.planning import Wish
 from ddbatch.jobs.generating.sampling_options import check_ids, run_sampling
-from ddbatch.jobs.generating.serving import EngineDecoder, ServeOptions
+from ddbatch.jobs.generating.serving import EngineDecoder
 from ddbatch.jobs.generating.trials import Trials
 from ddbatch.jobs.probing.answers import facts_of, limit_of
 from ddbatch.jobs.reading import check_model_folder
