@@ -124,15 +124,15 @@ def fit_memory(
         return max(1, round(LEAST_SPARE * rows))
 
     # More rows may take less, where fewer nodes are worth a try: none are taken unlooked at.
-    num_steps = _most(
-        _num_steps(wish.rows), lambda count: fits(step := _step(count, wish.rows), least(step))
-    )
+    # A token takes more than a byte; sizes of yet more rows could not even be told.
+    most = wish.rows if free is None else min(wish.rows, free // max_len)
+    num_steps = _most(_num_steps(most), lambda count: fits(step := _step(count, most), least(step)))
     if not num_steps:
         raise RunError(
             f"engine.rows={wish.rows}: no memory for a row with room for {max_len} tokens "
             f"({size(free or 0)} are free); choose a smaller engine.max_len"
         )
-    rows = _step(num_steps, wish.rows)
+    rows = _step(num_steps, most)
     if rows < wish.rows:
         say(
             f"note: engine.rows={wish.rows} is lowered to {rows}: the {size(free or 0)} that are "
