@@ -16,6 +16,7 @@ from ddbatch.data.attempts import end_attempt, start_attempt
 from ddbatch.data.folder import RunFolder
 from ddbatch.engine import costs as costs_module
 from ddbatch.engine import programs
+from ddbatch.engine import round as round_module
 from ddbatch.engine.costs import CONTEXTS, measure_costs
 from ddbatch.engine.curves import CostCurve
 from ddbatch.engine.engine import Engine
@@ -52,7 +53,7 @@ def test_each_plan_is_measured_at_each_context_and_under_its_guard_alone(
 ) -> None:
     guarded: list[ShapePlan] = []
     inside: list[ShapePlan] = []
-    run_round = programs.run_round
+    run_round = round_module.run_round
 
     @contextmanager
     def guard(plan: ShapePlan) -> Iterator[None]:

@@ -222,5 +222,8 @@ def test_lowered_rows_are_noted_and_none_is_a_failure_that_names_the_options(
     said = capsys.readouterr().err
     assert "note: engine.rows=12 is lowered to 3: the " in said
     assert "with room for 1,000 tokens each" in said
+    many = replace(asked, rows=10**15)
+    plans, _ = fit_memory(many, SIZES, max_len=1000, page=None, free=enough(16, 4))
+    assert plans[0].rows == 16
     with pytest.raises(RunError, match=r"engine.rows=12: no memory .*smaller engine.max_len"):
         fitted(enough(1, 1) - 1)

@@ -197,9 +197,10 @@ def test_what_runs_found_is_there_for_later_attempts(
     whole = Run(tmp_path, prompts(9))
     trials = Trials(RunFolder(whole.out), "ours")
     assert trials.found_before("planner") is None
-    for found, step in (({"planner": 1}, 3), ({"planner": {"a": [2.5]}}, 4), ({"other": 3}, 2)):
+    notes: list[dict[str, object]] = [{"planner": 1}, {"planner": {"a": [2.5]}}, {"other": 3}]
+    for found in notes:
         with pytest.raises(RuntimeError, match=FAILURE):
-            whole(engine=FakeOptions(found=found, fail_at_step=step))
+            whole(engine=FakeOptions(found=found, fail_at_step=2))
     assert trials.found_before("planner") == {"a": [2.5]}
     assert trials.found_before("other") == 3
     assert whole(engine=FakeOptions(found={"planner": 4})) == 0

@@ -31,6 +31,7 @@ from ddbatch.models.dflash import DFlash
 # Slots that are ready while all rows are live: a finished row never waits for one. With less a
 # prefill call finds no slot while rows end together.
 SPARE_SHARES = (1.0, 0.75, 0.5, 0.25)  # of the rows
+_TILE = 8  # rows of a matrix product
 
 
 @dataclass(frozen=True)
@@ -123,14 +124,15 @@ def fit_memory(
         return max(1, round(min(SPARE_SHARES) * rows))
 
     # More rows may take less, where fewer nodes are worth a try: none are taken unlooked at.
-    steps = _row_steps(wish.rows)
-    num_steps = _most(len(steps), lambda count: fits(steps[count - 1], least(steps[count - 1])))
+    # A token takes more than a byte; sizes of yet more rows could not even be told.
+    most = wish.rows if free is None else min(wish.rows, free // max_len)
+    num_steps = _most(_num_steps(most), lambda count: fits(step := _step(count, most), least(step)))
     if not num_steps:
         raise RunError(
             f"engine.rows={wish.rows}: no memory for a row with room for {max_len} tokens "
             f"({size(free or 0)} are free); choose a smaller engine.max_len"
         )
-    rows = steps[num_steps - 1]
+    rows = _step(num_steps, most)
     if rows < wish.rows:
         say(
             f"note: engine.rows={wish.rows} is lowered to {rows}: the {size(free or 0)} that are "
@@ -143,9 +145,14 @@ def fit_memory(
     )
 
 
-def _row_steps(rows: int) -> list[int]:
-    """Rows that may serve in the place of so many, rising: all, or whole tiles, or a few."""
-    return [*range(1, min(8, rows)), *range(8, rows, 8), rows]
+def _step(count: int, rows: int) -> int:
+    """Of the rows that may serve in the place of so many: 1 to 8, whole tiles, and all."""
+    return min(rows, count if count <= _TILE else _TILE * (count - _TILE + 1))
+
+
+def _num_steps(rows: int) -> int:
+    """How many steps there are; the last one is all rows."""
+    return rows if rows <= _TILE else _TILE - 1 + -(-rows // _TILE)
 
 
 def _most(limit: int, holds: Callable[[int], bool]) -> int:
