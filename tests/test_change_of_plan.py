@@ -89,7 +89,7 @@ def run(
     raise AssertionError("it never ends")
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(
     "sampling",
     [
@@ -115,8 +115,11 @@ def test_tokens_are_those_of_plain_decoding_whatever_plan_serves_which_round(
     assert len(budgets) >= 3
 
 
-@pytest.mark.parametrize("first", [WIDE, TREE, CHAIN], ids=["plain", "tree", "chain"])
-@pytest.mark.parametrize("last", [TREE, CHAIN, LONE], ids=["tree", "chain", "lone"])
+@pytest.mark.parametrize(
+    ("first", "last"),
+    [(WIDE, TREE), (TREE, CHAIN), (CHAIN, LONE), (TREE, TREE)],
+    ids=["plain-tree", "tree-chain", "chain-lone", "tree-tree"],
+)
 def test_what_a_sequence_leaves_in_both_caches_is_what_the_oracle_computes(
     pair: Pair, first: ShapePlan, last: ShapePlan
 ) -> None:

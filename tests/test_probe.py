@@ -147,11 +147,11 @@ def test_a_gpus_fault_in_a_captured_round_is_found(
 
 
 def test_a_hang_is_cut_off_and_is_a_limit(model: Path, cache: Path, capsys: Captured) -> None:
-    assert probe(model, "hang", 64, step=64, widest=128, timeout=30) == ExitCode.DONE
+    assert probe(model, "hang", 64, step=64, widest=128, timeout=20) == ExitCode.DONE
     found = verdicts(capsys)
     assert found[64].startswith("ok")
     assert "timed out" in found[128]
-    assert "128 x 1: not done after 30 s" in found[128]
+    assert "128 x 1: not done after 20 s" in found[128]
     assert held(cache)["tokens"] == 64
 
 
