@@ -196,7 +196,9 @@ def measure_rows(
     found: dict[str, list[Pass]] = {}
     servers: list[Server] = []
     with tempfile.TemporaryDirectory() as folder:
-        auto = auto_server(pair, rows, max_len, pool, 100 * count, Path(folder), args.coin)
+        auto = auto_server(
+            pair, rows, max_len, pool, (args.warm + args.repeats) * count, Path(folder), args.coin
+        )
         for _ in range(args.warm):
             run(auto, work)
         best = 0.0
@@ -256,7 +258,9 @@ def measure_run(
     )
     found: dict[str, list[Pass]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        auto = auto_server(pair, rows, max_len, pool, 100 * len(work), Path(folder), args.coin)
+        auto = auto_server(
+            pair, rows, max_len, pool, (1 + args.repeats) * len(work), Path(folder), args.coin
+        )
         run(auto, work[: max(64, rows)])  # what it explores is measured below too
         (plain,) = fixed_servers(args, pair, rows, max_len, pool)
         assert isinstance(auto.driver, EngineDecoder)

@@ -229,6 +229,7 @@ def wish(methods: tuple[Method, ...], budget: int | None, limit: int, **changes:
         ((METHODS[2], None, 100, {"has_ladder": False}), 6),
         ((METHODS[3], None, 20, {}), 20),
         ((METHODS[0], None, 100, {}), 100),  # plain decoding may serve
+        ((METHODS[1], None, 100, {}), 33),  # the smallest tree that is measured has 3 nodes
         ((METHODS[1], 8, 100, {"rows": 3}), 3),
         ((METHODS[1], None, 9999, {"rows": 32}), 32),
     ],
@@ -238,6 +239,13 @@ def test_rows_that_are_left_to_the_planner_are_lowered_to_the_limit(
 ) -> None:
     *given_, changes = options
     assert wish(*given_, **changes).fitted().rows == expected
+
+
+def test_rows_that_even_the_smallest_tree_takes_beyond_the_limit_are_refused() -> None:
+    with pytest.raises(ValueError, match="at most 50 rows for this budget"):
+        wish(METHODS[1], None, 150, rows=64).check()
+    wish(METHODS[1], None, 192, rows=64).check()
+    wish(METHODS[0], None, 64, rows=64).check()
 
 
 @given(

@@ -21,6 +21,7 @@ TREES = (
     *((2, 3), (3, 4), (4, 5), (5, 6), (7, 8)),
     *((8, None), (15, None), (16, None), (31, None), (32, None), (63, None)),
 )
+LEAST_BUDGET = min(budget for budget, _ in TREES)
 # A tree of as many nodes accepts no less than a chain: beside trees only the usual one is tried.
 CHAINS = ((2, 3), (4, 5), (7, 8), (None, None))
 # Drafted plans that are not worth a measurement: fewer tokens a round cost as much as this many,

@@ -19,7 +19,7 @@ from ddbatch.data.fingerprint import hash_weights
 from ddbatch.engine.curves import AcceptanceCurve, AcceptanceDict
 from ddbatch.engine.limits import GemmLimit
 from ddbatch.engine.numerics import measure_numerics
-from ddbatch.engine.plan import AUTO_PAGE_CUDA, Method, auto_rows, choose_methods, plan_shapes
+from ddbatch.engine.plan import AUTO_PAGE_CUDA, Method, auto_rows, choose_methods
 from ddbatch.engine.sampling import DrawKind, draw_kind
 from ddbatch.jobs.generating.making import ServeOptions
 from ddbatch.jobs.generating.planning import Wish
@@ -134,15 +134,7 @@ class EnginePair:
     def check_limit(self) -> None:
         """Refuse rows and a budget that are above the GEMM limit; say where others are lowered."""
         wish, free = self.wish(None), replace(self, limit=None).wish(None)
-        plan_shapes(
-            wish.narrowest,
-            budget=wish.budget,
-            topk=wish.topk,
-            rows=wish.rows,
-            block=wish.block,
-            vocab=wish.vocab,
-            gemm_limit=wish.limit,
-        )
+        wish.check()
         if wish.shape(wish.rows) != free.shape(free.rows):
             say(f"note: the plan is lowered to {self.limit}")
 

@@ -15,7 +15,7 @@ from typing import cast
 import torch
 
 from ddbatch.core import CachePlan, RunError, ShapePlan
-from ddbatch.engine.candidates import candidates, halves, rungs, shortlist
+from ddbatch.engine.candidates import LEAST_BUDGET, candidates, halves, rungs, shortlist
 from ddbatch.engine.costs import measure_costs
 from ddbatch.engine.curves import CostCurve, CostDict
 from ddbatch.engine.limits import GemmLimit
@@ -57,26 +57,40 @@ class Wish:
 
     def shape(self, rows: int) -> ShapePlan:
         """The plan that serves where nothing is measured."""
+        limit = None if self.is_measured else self.limit  # what is measured keeps to it by itself
+        return self._shape(self.methods[0], self.budget, rows, limit)
+
+    def check(self) -> None:
+        """ValueError where not even the plan with the fewest nodes is within the limit."""
+        self._shape(*self._narrowest, self.rows, self.limit)
+
+    def fitted(self) -> Wish:
+        """With no more rows than the limit leaves to that plan."""
+        limit = None if self.is_measured else self.limit
+        nodes = self._shape(*self._narrowest, 1, limit).nodes
+        return replace(self, rows=rows_under(self.limit, self.rows, nodes))
+
+    @property
+    def _narrowest(self) -> tuple[Method, int | None]:
+        """Method and budget with the fewest nodes that may serve."""
+        if not self.is_measured:
+            return self.methods[0], self.budget
+        if "autoregressive" in self.methods:
+            return "autoregressive", None
+        return self.methods[0], LEAST_BUDGET
+
+    def _shape(
+        self, method: Method, budget: int | None, rows: int, limit: GemmLimit | None
+    ) -> ShapePlan:
         return plan_shapes(
-            self.methods[0],
-            budget=self.budget,
-            topk=self.topk,
+            method,
+            budget=budget,
+            topk=self.topk if method == "ddtree" else None,
             rows=rows,
             block=self.block,
             vocab=self.vocab,
-            gemm_limit=None if self.is_measured else self.limit,
+            gemm_limit=limit,
         )
-
-    @property
-    def narrowest(self) -> Method:
-        """The method with the fewest nodes that may serve."""
-        plain: Method = "autoregressive"
-        return plain if self.is_measured and plain in self.methods else self.methods[0]
-
-    def fitted(self) -> Wish:
-        """With no more rows than the limit leaves to the narrowest plan."""
-        nodes = 1 if self.narrowest == "autoregressive" else self.shape(1).nodes
-        return replace(self, rows=rows_under(self.limit, self.rows, nodes))
 
     def plans(self, rows: int) -> list[ShapePlan]:
         """All that could serve with at most so many rows."""
