@@ -59,6 +59,7 @@ class Rule:
 
 AUTO_OR_COUNT = Rule(("auto",), low=1)
 COUNT = Rule(low=1)
+MILLION = Rule(low=1, high=10**6)
 FRACTION = Rule(low=0, high=1, is_whole=False)
 
 # Only what the types cannot say. A rule of a list holds for each of its items.
@@ -107,11 +108,11 @@ RULES: dict[str, Rule] = {
     "estimate.rows": COUNT,
     "estimate.tokens_per_second": Rule(low=0, is_open=True, is_whole=False),
     "estimate.output_tokens": COUNT,
-    "bench.rows": COUNT,
-    "bench.context": COUNT,
-    "bench.repeats": COUNT,
-    "bench.new_tokens": Rule(low=2),  # the first comes from the prompt, without a round
-    "bench.prompts": COUNT,
+    "bench.rows": MILLION,
+    "bench.context": MILLION,
+    "bench.repeats": MILLION,
+    "bench.new_tokens": Rule(low=2, high=10**6),  # the first comes from the prompt, without a round
+    "bench.prompts": MILLION,
     "bench.acceptance": Rule(low=0, high=1, is_open=True, is_whole=False),
     "bench.peers": Rule(("transformers", "vllm")),
     "probe.widest": COUNT,

@@ -109,6 +109,25 @@ def test_a_kept_answer_is_read_again_and_replaced_by_a_later_one(pair: Path, cac
     assert file.is_relative_to(cache / "ddbatch" / "limits")
 
 
+@pytest.mark.parametrize(
+    ("earlier", "later", "stays"),
+    [
+        ((64, 64), (None, 32), True),  # a narrower probe lifts no limit
+        ((64, 64), (None, 64), True),
+        ((64, 64), (None, 128), False),
+        ((64, 64), (32, 32), False),
+        ((None, 4096), (None, 8), True),
+        ((None, 8), (None, 8), False),
+        ((None, 4096), (64, 64), False),
+    ],
+)
+def test_a_probe_that_tried_less_and_saw_nothing_fail_replaces_no_answer(
+    earlier: tuple[int | None, int], later: tuple[int | None, int], stays: bool
+) -> None:
+    first, second = (ProbeAnswer(*found, "GPU", "2026-12-01") for found in (earlier, later))
+    assert first.stands_beside(second) == stays
+
+
 def test_an_answer_holds_for_nothing_that_differs(pair: Path) -> None:
     facts = facts_here(pair)
     keep_answer(facts, ANSWER)
@@ -160,6 +179,16 @@ def test_a_damaged_or_foreign_file_is_not_believed(
     assert opened(pair).limit is None
     keep_answer(facts, ANSWER)
     assert read_answer(facts) is not None
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{"])
+def test_a_file_that_tells_nothing_is_noted(
+    pair: Path, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = keep_answer(facts_here(pair), ANSWER)
+    file.write_text(text)
+    assert read_answer(facts_here(pair)) is None
+    assert f"note: {file} tells of no limit" in capsys.readouterr().err
 
 
 def test_an_answer_of_other_facts_under_our_name_is_not_believed(pair: Path) -> None:

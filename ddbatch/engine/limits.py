@@ -33,6 +33,13 @@ class ProbeAnswer:
     device: str
     date: str
 
+    def stands_beside(self, later: ProbeAnswer) -> bool:
+        """Whether a later probe tells nothing of what this one found: it tried less, and none of
+        that failed."""
+        if later.tokens is not None:
+            return False
+        return later.tried <= self.tried if self.tokens is not None else later.tried < self.tried
+
 
 @dataclass(frozen=True)
 class _Known:

@@ -100,9 +100,11 @@ def _check_limit(plan: ShapePlan, limit: GemmLimit) -> None:
     if tokens <= limit.tokens:
         return
     most_rows, most_nodes = limit.tokens // plan.nodes, limit.tokens // plan.rows
-    allowed = f"at most {most_rows} rows for this budget"
-    if not most_rows:
-        allowed = f"a budget of at most {max(0, most_nodes - 1)} for this many rows"
+    allowed = f"at most {most_rows} row{'s' * (most_rows > 1)} for this budget"
+    if not most_rows and most_nodes > 1:
+        allowed = f"a budget of at most {most_nodes - 1} for this many rows"
+    elif not most_rows:
+        allowed = f"engine.budget=0 with at most {limit.tokens} row{'s' * (limit.tokens > 1)}"
     raise ValueError(
         f"engine.rows={plan.rows} x (engine.budget={plan.nodes - 1} + 1) = {tokens} tokens exceed "
         f"{limit}; allowed: {allowed}"

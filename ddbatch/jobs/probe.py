@@ -17,7 +17,7 @@ from ddbatch.config import Config
 from ddbatch.core import ExitCode, RunError
 from ddbatch.engine.limits import ProbeAnswer
 from ddbatch.jobs.generating.decoding import choose_device
-from ddbatch.jobs.probing.answers import Facts, facts_of, keep_answer
+from ddbatch.jobs.probing.answers import Facts, facts_of, keep_answer, read_answer
 from ddbatch.jobs.probing.candidate import COMMAND, Tried, try_candidate
 from ddbatch.jobs.probing.child import Task
 from ddbatch.jobs.probing.search import Search
@@ -36,10 +36,15 @@ def run(config: Config, command: Sequence[str] = COMMAND) -> int:
     tried = _search(config, task, command)
     tell(_table(tried))
     answer = _answer(tried, about.device)
-    file = keep_answer(about, answer)
-    tell(
-        "\n" + facts([("limit", _told(answer, tried)), ("of", _of(about)), ("kept in", str(file))])
-    )
+    lines = [("limit", _told(answer, tried)), ("of", _of(about))]
+    earlier = read_answer(about)
+    if earlier is not None and earlier.stands_beside(answer):
+        lines.append(
+            ("stays", f"what was found on {earlier.date}, which tried more: {_said(earlier)}")
+        )
+    else:
+        lines.append(("kept in", str(keep_answer(about, answer))))
+    tell("\n" + facts(lines))
     return ExitCode.DONE
 
 
@@ -111,7 +116,13 @@ def _told(answer: ProbeAnswer, tried: Sequence[Tried]) -> str:
             "engine.gemm_limit=auto keeps to it from now on"
         )
     short = "; more do not fit into memory" if _first_failure(tried) else ""
-    return f"no limit found up to {answer.tried:,} tokens{short}"
+    return f"{_said(answer)}{short}"
+
+
+def _said(answer: ProbeAnswer) -> str:
+    if answer.tokens is not None:
+        return f"a limit of {answer.tokens:,} tokens"
+    return f"no limit found up to {answer.tried:,} tokens"
 
 
 def _of(about: Facts) -> str:

@@ -12,7 +12,9 @@ from pathlib import Path
 
 import torch
 
+from ddbatch.checks import shown
 from ddbatch.config import Config
+from ddbatch.core import ShapePlan
 from ddbatch.engine.plan import AUTO_PAGE_CUDA
 from ddbatch.jobs.benching.arms import Arm
 from ddbatch.jobs.benching.engines import Limits, plan_arm
@@ -60,8 +62,16 @@ def look(config: Config, arms: Sequence[Arm]) -> Start:
     facts = facts_of(target, dtype, device, in_order=engine.reproducible)
     limits = Limits(_number(engine.topk), _number(engine.page), limit_of(engine.gemm_limit, facts))
     for rows in config.bench.rows:
+        names: dict[ShapePlan, str] = {}
         for arm in arms:
-            _check_plan(arm._replace(rows=rows), block, target.vocab, limits)
+            plan = _plan(arm._replace(rows=rows), block, target.vocab, limits)
+            other = names.setdefault(plan, arm.name)
+            if other != arm.name:
+                raise ValueError(
+                    f"bench.arms={shown(config.bench.arms)}: {other} and {arm.name} are one plan "
+                    f"at {plural(rows, 'row')}, of {plural(plan.nodes - 1, 'node')}; allowed: one "
+                    "of them"
+                )
     new_tokens = config.bench.new_tokens
     prompts, about = None, "random ids, as many as the context"
     longest = context = max(config.bench.context)
@@ -95,10 +105,10 @@ def num_prompts(config: Config, rows: int) -> int:
     return config.bench.prompts or max(MIN_PROMPTS, PROMPTS_A_ROW * rows)
 
 
-def _check_plan(arm: Arm, block: int, vocab: int, limits: Limits) -> None:
+def _plan(arm: Arm, block: int, vocab: int, limits: Limits) -> ShapePlan:
     """A plan above engine.gemm_limit is refused in the words of this job."""
     try:
-        plan_arm(arm, block=block, vocab=vocab, limits=limits)
+        return plan_arm(arm, block=block, vocab=vocab, limits=limits)
     except ValueError as error:
         raise ValueError(
             f"bench.arms and bench.rows: {arm.name} at {plural(arm.rows, 'row')}: {error}"

@@ -121,8 +121,8 @@ def check_sizes(
             raise ValueError(
                 f"bench.context={shown(config.bench.context)}: {context} and {room} tokens more "
                 f"(bench.new_tokens, and room for a steady state) exceed the context of "
-                f"model.path, {positions}; allowed: 1..{positions - room}"
-                + ("" if positions > room else ", with fewer bench.new_tokens")
+                f"model.path, {positions}; allowed: "
+                + (f"1..{positions - room}" if positions > room else "fewer bench.new_tokens")
             )
 
 

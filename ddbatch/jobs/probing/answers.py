@@ -23,6 +23,7 @@ import torch
 from ddbatch import __version__
 from ddbatch.core import RunError
 from ddbatch.engine.limits import GemmLimit, ProbeAnswer, resolve_limit
+from ddbatch.jobs.show import say
 from ddbatch.models.dims import DtypeName, ModelDims
 
 
@@ -71,18 +72,23 @@ def limit_of(option: int | str | None, facts: Facts) -> GemmLimit | None:
 
 def read_answer(facts: Facts) -> ProbeAnswer | None:
     """What was found under these facts, if anything was."""
+    file = _file_of(facts)
     try:
-        held = json.loads(_file_of(facts).read_bytes())
-    except (OSError, ValueError, RecursionError):
+        held = json.loads(file.read_bytes())
+    except FileNotFoundError:
         return None
-    if not isinstance(held, dict) or held.get("facts") != json.loads(facts.text):
+    except (OSError, ValueError, RecursionError) as error:
+        say(f"note: {file} tells of no limit: {error}; job=probe makes it anew")
         return None
     match held:
+        case {"facts": told} if told != json.loads(facts.text):
+            return None
         case {"tokens": int() | None as tokens, "tried": int() as tried, "date": str() as date} if (
             1 <= (tried if tokens is None else tokens) <= tried
             and fullmatch(r"\d{4}-\d\d-\d\d", date)
         ):
             return ProbeAnswer(tokens, tried, facts.device, date)
+    say(f"note: {file} tells of no limit: a field is missing or wrong; job=probe makes it anew")
     return None
 
 
@@ -99,7 +105,11 @@ def keep_answer(facts: Facts, answer: ProbeAnswer) -> Path:
         file.parent.mkdir(parents=True, exist_ok=True)
         with NamedTemporaryFile("w", dir=file.parent, prefix=".", delete=False) as new:
             new.write(json.dumps(held, indent=1) + "\n")
-        os.replace(new.name, file)
+        try:
+            os.replace(new.name, file)
+        except OSError:
+            os.unlink(new.name)
+            raise
     except OSError as error:
         raise RunError(f"job=probe: what was found cannot be kept in {file}: {error}") from error
     return file

@@ -73,11 +73,8 @@ def main(text: str) -> int:
 
 def _splits(budget: int | None) -> list[tuple[Method, int]]:
     """Ways to share a round's tokens among rows: without drafts, and with trees of the run's budget
-    or the usual one."""
-    plain: tuple[Method, int] = ("autoregressive", 0)
-    if budget == 0:
-        return [plain]
-    return [plain, ("ddtree", AUTO_BUDGET if budget is None else budget)]
+    or the usual one. Without a budget too: what is found holds for all runs of the model."""
+    return [("autoregressive", 0), ("ddtree", budget or AUTO_BUDGET)]
 
 
 def _say(line: dict[str, object]) -> None:
