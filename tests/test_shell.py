@@ -24,7 +24,7 @@ TYPED = [
     ("job=generat", "job=generat", "did you mean generate?"),
     (
         "job=chek",
-        "expected generate, check, status, merge, estimate or probe",
+        "expected generate, check, status, merge, estimate, bench or probe",
         "did you mean check?",
     ),
     ("help", "help: not of the form KEY=VALUE", "write --help"),
@@ -40,7 +40,7 @@ TYPED = [
     ("model.path = /m", "", "model.path=VALUE, without spaces"),
     ("output_dir=out drafter.path=r", "not set: model.path, data.path", "model.path=DIR"),
     ("-m output_dir=a,a model.path=m data.path=d", "runs would share output_dir=", "out1,out2"),
-    ("job=bench", "job=bench is not built yet", "built: generate"),
+    ("job=sweep", "job=sweep is not built yet", "built: generate"),
     ("job=merge output_dir=o", "required and not set: merge.output_dir", ""),
     ("output.resume=yes", "expected auto, never, require or repair", ""),
     ("data.path=~/nowhere.jsonl model.path=~/m output_dir=o", "/home/somebody/m", ""),
