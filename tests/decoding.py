@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Protocol
 
+import pytest
 import torch
 
 from ddbatch.core import (
@@ -25,6 +26,17 @@ from ddbatch.models.decoder import Target
 from ddbatch.models.dflash import DFlash
 
 GREEDY = Sampling()
+# Where an engine is tried: as parameters of a fixture.
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda",
+        marks=[
+            pytest.mark.gpu,
+            pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+        ],
+    ),
+]
 CAP = 20
 
 

@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterator
 from itertools import pairwise
 
 import pytest
-import torch
-from decoding import random_prompts, token_prompts
+from decoding import DEVICES, random_prompts, token_prompts
 from tiny import load_tiny_pair
 
 from ddbatch.core import Completion, Sampling, ShapePlan, TokenPrompt
@@ -34,19 +33,7 @@ PLANS = (WIDE, CHAIN, TREE, LONE)
 Pair = tuple[Target, DFlash]
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        "cpu",
-        pytest.param(
-            "cuda",
-            marks=[
-                pytest.mark.gpu,
-                pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-            ],
-        ),
-    ],
-)
+@pytest.fixture(scope="module", params=DEVICES)
 def pair(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Pair:
     """On a GPU rounds are captured."""
     set_numerics()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from decoding import decode, make_engine, random_prompts, token_prompts
+from decoding import DEVICES, decode, make_engine, random_prompts, token_prompts
 from tiny import load_tiny_pair
 
 from ddbatch.core import Completion, PrefillPlan, Rejected, RunError, Sampling
@@ -23,19 +23,7 @@ LENGTHS = (1, 9, 4, 17, 2, 30, 5)
 Pair = tuple[Target, DFlash]
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        "cpu",
-        pytest.param(
-            "cuda",
-            marks=[
-                pytest.mark.gpu,
-                pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-            ],
-        ),
-    ],
-)
+@pytest.fixture(scope="module", params=DEVICES)
 def device(request: pytest.FixtureRequest) -> str:
     """On a GPU rounds are captured."""
     set_numerics()

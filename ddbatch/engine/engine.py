@@ -288,10 +288,7 @@ class Engine:
             self._waiting, prompt = None, placed.prompt
             own = prompt.sampling
             self._seats[placed.slot] = Seat(
-                placed,
-                self._stop_watch.open(own.stop),
-                time.monotonic(),
-                draw_kind([own]),
+                placed, self._stop_watch.open(own.stop), time.monotonic(), draw_kind([own])
             )
             self._context.open(placed.slot, len(prompt.token_ids), is_told=self._is_drafting)
             self._histories.open(placed)

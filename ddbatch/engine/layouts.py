@@ -6,7 +6,7 @@ Caches, slots and the sequences in them are common to all. Knows nothing about s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ddbatch.core import ShapePlan
 from ddbatch.engine.acceptance import AcceptanceTable
@@ -19,13 +19,14 @@ from ddbatch.models.dflash import DFlash
 
 @dataclass
 class Layout:
-    """One plan's. drafter: None of plain decoding. ring: of its rounds' records."""
+    """One plan's. drafter: None of plain decoding. ring: of its rounds' records; it and acceptance
+    are there after the first reset."""
 
     state: RoundState
     drafter: DFlash | None
     programs: Programs
-    ring: Ring
-    acceptance: AcceptanceTable
+    ring: Ring = field(init=False)
+    acceptance: AcceptanceTable = field(init=False)
 
     @property
     def plan(self) -> ShapePlan:
@@ -35,7 +36,8 @@ class Layout:
     def reset(self) -> None:
         """As if just made, but for graphs."""
         self.state.reset()
-        self.ring, self.acceptance = _fresh(self.state)
+        self.ring = Ring(self.state.told.tensors())
+        self.acceptance = AcceptanceTable(self.plan, self.state.cache_plan.max_len)
 
 
 def make_layouts(
@@ -49,9 +51,5 @@ def make_layouts(
         programs: Programs = EagerPrograms(target, own, state)
         if pool is not None:
             programs = CapturedPrograms(programs, pool, calls[own is not None])
-        layouts[state.plan] = Layout(state, own, programs, *_fresh(state))
+        layouts[state.plan] = Layout(state, own, programs)
     return layouts
-
-
-def _fresh(state: RoundState) -> tuple[Ring, AcceptanceTable]:
-    return Ring(state.told.tensors()), AcceptanceTable(state.plan, state.cache_plan.max_len)

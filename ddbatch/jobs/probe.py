@@ -16,7 +16,7 @@ from ddbatch.checks import check_built
 from ddbatch.config import Config
 from ddbatch.core import ExitCode, RunError
 from ddbatch.engine.limits import ProbeAnswer
-from ddbatch.jobs.generating.decoding import choose_device
+from ddbatch.jobs.generating.decoding import asked, choose_device
 from ddbatch.jobs.probing.answers import Facts, facts_of, keep_answer, read_answer
 from ddbatch.jobs.probing.candidate import COMMAND, Tried, try_candidate
 from ddbatch.jobs.probing.child import Task
@@ -65,7 +65,7 @@ def _open(config: Config) -> tuple[Task, Facts]:
         device=str(device),
         dtype=dtype,
         tokens=0,
-        budget=engine.budget if isinstance(engine.budget, int) else None,
+        budget=asked(engine.budget),
         in_order=engine.reproducible and is_gpu,
         is_captured=engine.capture in ("auto", True) and is_gpu,
     )

@@ -21,7 +21,7 @@ from ddbatch.jobs.benching.engines import Limits, plan_arm
 from ddbatch.jobs.benching.measuring import steady_room
 from ddbatch.jobs.benching.options import check_sizes
 from ddbatch.jobs.benching.prompts import read_prompts
-from ddbatch.jobs.generating.decoding import check_device_options, choose_device
+from ddbatch.jobs.generating.decoding import asked, check_device_options, choose_device
 from ddbatch.jobs.probing.answers import facts_of, limit_of
 from ddbatch.jobs.show import plural
 from ddbatch.models.dflash import read_drafter_dims
@@ -60,7 +60,7 @@ def look(config: Config, arms: Sequence[Arm]) -> Start:
     check_sizes(config, arms, positions=target.max_positions, block=block, steady_room=room)
     dtype = choose_dtype(config.model.dtype, target, device)
     facts = facts_of(target, dtype, device, in_order=engine.reproducible)
-    limits = Limits(_number(engine.topk), _number(engine.page), limit_of(engine.gemm_limit, facts))
+    limits = Limits(asked(engine.topk), asked(engine.page), limit_of(engine.gemm_limit, facts))
     for rows in config.bench.rows:
         names: dict[ShapePlan, str] = {}
         for arm in arms:
@@ -113,8 +113,3 @@ def _plan(arm: Arm, block: int, vocab: int, limits: Limits) -> ShapePlan:
         raise ValueError(
             f"bench.arms and bench.rows: {arm.name} at {plural(arm.rows, 'row')}: {error}"
         ) from error
-
-
-def _number(value: int | str | None) -> int | None:
-    """None where an option is left to the planner."""
-    return value if isinstance(value, int) else None

@@ -61,7 +61,7 @@ def open_pair(config: Config, eos_token_id: int | None) -> EnginePair:
         dtype=dtype,
         limit=limit_of(config.engine.gemm_limit, about),
         methods=choose_methods(
-            config.engine.method, _auto(config.engine.budget), drafter is not None
+            config.engine.method, asked(config.engine.budget), drafter is not None
         ),
         eos_token_ids=tuple(sorted(eos)),
         recommended=advice.recommended,
@@ -117,11 +117,11 @@ class EnginePair:
         is_captured = self.device.type == "cuda" and engine.capture in ("auto", True)
         # One plan for the run where bits must not depend on it.
         has_ladder = is_captured and not engine.reproducible
-        rows = _auto(engine.rows)
+        rows = asked(engine.rows)
         wish = Wish(
             methods=self.methods,
-            budget=_auto(engine.budget),
-            topk=_auto(engine.topk),
+            budget=asked(engine.budget),
+            topk=asked(engine.topk),
             rows=rows or auto_rows(self.device.type, num_rows, has_ladder=has_ladder),
             block=1 if self.drafter is None else self.drafter.block,
             vocab=self.target.vocab,
@@ -144,7 +144,7 @@ class EnginePair:
         config, engine = self.config, self.config.engine
         sampling = run_sampling(config)
         return ServeOptions(
-            page=_auto(engine.page),
+            page=asked(engine.page),
             is_captured=self.device.type == "cuda" and engine.capture in ("auto", True),
             is_gated=engine.gate and self.device.type == "cuda",
             may_fall_back=engine.on_gate_failure == "fallback",
@@ -169,9 +169,9 @@ class EnginePair:
         set_numerics()
         wish = self.wish(num_rows)
         plan = wish.shape(wish.rows)
-        limit = _auto(self.config.engine.max_len) or self.context
+        limit = asked(self.config.engine.max_len) or self.context
         # Caches hold whole pages, and drafted nodes may reach a block beyond the last token.
-        num_positions = limit + (_auto(self.config.engine.page) or AUTO_PAGE_CUDA) + plan.block
+        num_positions = limit + (asked(self.config.engine.page) or AUTO_PAGE_CUDA) + plan.block
         target = load_target(
             Path(self.config.model.path),
             self.target,
@@ -250,6 +250,6 @@ def choose_device(name: str) -> torch.device:
     return device
 
 
-def _auto(value: int | str | None) -> int | None:
+def asked(value: int | str | None) -> int | None:
     """None where an option is left to the planner; checks.py lets no other word through."""
     return value if isinstance(value, int) else None
